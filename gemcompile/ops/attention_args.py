@@ -1,0 +1,84 @@
+"""What a jagged-attention kernel is given, and what it is asked about beforehand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionRequest:
+    """What decides whether a kernel can run: everything but the values and the row counts."""
+
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    activation: str
+    causal: bool
+    key_mask: bool = False
+    positions: bool = False
+    bias: bool = False
+    out_scale: bool = False
+    dropout: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionArgs:
+    """The arguments of ``gem::jagged_attention``, in the order of its schema.
+
+    Attributes:
+        q: [Tq, H, D]; k: [Tk, Hk, D]; v: [Tk, Hk, Dv]; Hk divides H, any strides.
+        q_offsets, k_offsets: int32 or int64 [B + 1].
+        key_mask: bool [Tk]; a False key is seen by nobody.
+        q_positions, k_positions: int32 [Tq], [Tk]; a row's place in its padded sequence.
+        bias: [1 or B, 1 or H, max_q, max_k], any strides.
+        out_scale: float32 [1] or [Tq].
+        dropout_seed: int64 [1].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_offsets: Tensor
+    k_offsets: Tensor
+    key_mask: Tensor | None
+    q_positions: Tensor | None
+    k_positions: Tensor | None
+    bias: Tensor | None
+    out_scale: Tensor | None
+    dropout_seed: Tensor | None
+    activation: str
+    scale: float
+    causal: bool
+    dropout_p: float
+    max_q: int
+    max_k: int
+
+    @property
+    def softmax(self) -> bool:
+        return self.activation == "softmax"
+
+    @property
+    def aligned_at_end(self) -> bool:
+        """Causal without positions: the last query sees the last key (bottom-right alignment)."""
+        return self.causal and self.q_positions is None and self.k_positions is None
+
+    def request(self) -> AttentionRequest:
+        return AttentionRequest(
+            dtype=self.q.dtype,
+            heads=self.q.shape[1],
+            kv_heads=self.k.shape[1],
+            head_dim=self.q.shape[2],
+            value_dim=self.v.shape[2],
+            activation=self.activation,
+            causal=self.causal,
+            key_mask=self.key_mask is not None,
+            positions=self.q_positions is not None or self.k_positions is not None,
+            bias=self.bias is not None,
+            out_scale=self.out_scale is not None,
+            dropout=self.dropout_p > 0.0,
+        )

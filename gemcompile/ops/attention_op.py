@@ -1,0 +1,114 @@
+"""The ops ``gem::jagged_attention`` and its backward: schema, fake kernels, autograd.
+
+    out, lse = gem::jagged_attention(q, k, v, q_offsets, k_offsets, key_mask, q_positions,
+        k_positions, bias, out_scale, dropout_seed, activation, scale, causal, dropout_p, max_q, max_k)
+
+Shapes and types: ``AttentionArgs``. out [Tq, H, Dv] has q's type; lse [Tq, H] float32 is the natural
+log of the row's sum for softmax, +inf where a row sees no key (so that exp(score - lse) is 0), and has
+size [0] for the other activations. Rows at or past ``q_offsets[-1]`` get 0, gradients likewise.
+
+The backward is an op of its own, so that it stays one node through AOTAutograd. Neither op reads a
+device value back; max_q and max_k are bounds on the lengths that size grids, no more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemcompile.ops import attention_reference, kernels
+from gemcompile.ops.attention_args import AttentionArgs
+from gemcompile.target import Target
+
+FORWARD, BACKWARD = "jagged_attention", "jagged_attention_backward"
+
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor k_offsets, Tensor? key_mask, "
+    "Tensor? q_positions, Tensor? k_positions, Tensor? bias, Tensor? out_scale, "
+    "Tensor? dropout_seed, str activation, float scale, bool causal, float dropout_p, "
+    "SymInt max_q, SymInt max_k"
+)
+# Kernels take any strides, so Inductor may lay inputs out as it likes.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+
+_library = torch.library.Library("gem", "FRAGMENT")
+_library.define(f"{FORWARD}({_INPUTS}) -> (Tensor out, Tensor lse)", tags=_TAGS)
+_library.define(
+    f"{BACKWARD}(Tensor dout, {_INPUTS}, Tensor out, Tensor lse, bool bias_grad)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
+    tags=_TAGS,
+)
+
+
+def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+    args = AttentionArgs(*inputs)
+    kernel = kernels.choose(FORWARD, Target.of(args.q.device), args.request())
+    out, lse = kernel.run(args)
+    return out, lse
+
+
+def _backward(dout: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *inputs, out, lse, bias_grad = rest
+    args = AttentionArgs(*inputs)
+    kernel = kernels.choose(BACKWARD, Target.of(args.q.device), args.request())
+    dq, dk, dv, dbias = kernel.run(dout, args, out, lse, bias_grad)
+    return dq, dk, dv, dbias
+
+
+def _fake_forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+    q, v, activation = inputs[0], inputs[2], inputs[11]
+    rows, heads = q.shape[0], q.shape[1]
+    lse_shape = (rows, heads) if activation == "softmax" else (0,)
+    return q.new_empty(rows, heads, v.shape[2]), q.new_empty(lse_shape, dtype=torch.float32)
+
+
+def _fake_backward(dout: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, bias, bias_grad = rest[0], rest[1], rest[2], rest[8], rest[-1]
+    if bias is None:
+        dbias = q.new_empty(0)
+    else:
+        dbias = bias.new_empty(bias.shape if bias_grad else (0,))
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    tensors, ctx.options = inputs[:11], inputs[11:]
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _autograd(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, out, lse = ctx.saved_tensors
+    wants_bias = ctx.needs_input_grad[8]
+    dq, dk, dv, dbias = torch.ops.gem.jagged_attention_backward(
+        dout, *tensors, *ctx.options, out, lse, wants_bias
+    )
+    gradients: list[Tensor | None] = [None] * 17
+    gradients[:3] = dq, dk, dv
+    gradients[8] = dbias if wants_bias else None
+    return tuple(gradients)
+
+
+_library.impl(FORWARD, _forward, "CompositeExplicitAutograd")
+_library.impl(BACKWARD, _backward, "CompositeExplicitAutograd")
+torch.library.register_fake(f"gem::{FORWARD}", _fake_forward, lib=_library)
+torch.library.register_fake(f"gem::{BACKWARD}", _fake_backward, lib=_library)
+torch.library.register_autograd(
+    f"gem::{FORWARD}", _autograd, setup_context=_setup_context, lib=_library
+)
+
+
+def _supports_all(target: Target, request: object) -> str | None:
+    return None
+
+
+kernels.register(
+    kernels.Kernel("reference", FORWARD, _supports_all, attention_reference.forward, fallback=True)
+)
+kernels.register(
+    kernels.Kernel(
+        "reference", BACKWARD, _supports_all, attention_reference.reference_backward, fallback=True
+    )
+)
