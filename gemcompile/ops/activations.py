@@ -25,7 +25,8 @@ class Activation:
 
 
 def _sigmoid_backward(grad: Tensor, x: Tensor) -> Tensor:
-    return aten.sigmoid_backward(grad, x.sigmoid())
+    gradient: Tensor = aten.sigmoid_backward(grad, x.sigmoid())
+    return gradient
 
 
 ELEMENTWISE: dict[str, Activation] = {

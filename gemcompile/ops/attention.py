@@ -1,4 +1,4 @@
-"""``gem.ops.jagged_attention``: the public face of the attention op, with every argument checked."""
+"""``gem.ops.jagged_attention``: the public face of the attention op, every argument checked."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def jagged_attention(
     Args:
         q: [Tq, H, D]; or [S, H, D] with ``q_offsets=None``: queries shared by the whole batch.
         k: [Tk, Hk, D]; v: [Tk, Hk, Dv]. Hk divides H: query head h reads key head h // (H // Hk).
-            All three float16, bfloat16, float32 or float64, alike; D and Dv at most 256; any strides.
+            All three alike float16, bfloat16, float32 or float64; D, Dv at most 256; any strides.
         q_offsets, k_offsets: int32 or int64 [B + 1], where each sequence starts; from 0, not
             decreasing, ending within the rows. ``k_offsets=None``: the same as ``q_offsets``.
         activation: "softmax", "gelu" (erf), "gelu_tanh", "silu", "relu", "relu2", "sigmoid",
@@ -58,15 +58,15 @@ def jagged_attention(
         dropout_p: probability with which an entry is dropped after the activation.
         dropout_seed: int64 [1] on the same device; the mask is a function of it alone.
         max_q, max_k: bounds on the lengths, never read from the device. None: the row count.
-        deterministic: accepted; every kernel repeats its results bit for bit but for the gradient of
-            a bias on CUDA, which True refuses.
+        deterministic: every kernel repeats its results bit for bit but for the gradient of a
+            bias on CUDA, which True refuses.
 
     Returns:
-        [Tq, H, Dv], or [B, S, H, Dv] for shared queries. A softmax row that sees no key gives 0; rows
-        at or past the last offset belong to nobody: they give 0 and their content never matters.
+        [Tq, H, Dv], or [B, S, H, Dv] for shared queries. A softmax row that sees no key gives 0;
+        rows at or past the last offset belong to nobody: they give 0, their content is never used.
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type, shape or device; the message names it.
+        TypeError, ValueError: an argument has the wrong type, shape or device; it is named.
             Offsets are read on CPU, and on CUDA only under GEM_CHECK=1, as reading waits for it.
         NotImplementedError: window, block, num_targets, num_contextual, rotary, a relative bias.
     """
@@ -97,6 +97,7 @@ def jagged_attention(
     _check_dropout(dropout_p, dropout_seed, q)
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[2]) if activation == "softmax" else 1.0
+    out: Tensor
     out, _ = torch.ops.gem.jagged_attention(
         q,
         k,

@@ -1,11 +1,13 @@
 """The ops ``gem::jagged_attention`` and its backward: schema, fake kernels, autograd.
 
     out, lse = gem::jagged_attention(q, k, v, q_offsets, k_offsets, key_mask, q_positions,
-        k_positions, bias, out_scale, dropout_seed, activation, scale, causal, dropout_p, max_q, max_k)
+        k_positions, bias, out_scale, dropout_seed, activation, scale, causal, dropout_p,
+        max_q, max_k)
 
-Shapes and types: ``AttentionArgs``. out [Tq, H, Dv] has q's type; lse [Tq, H] float32 is the natural
-log of the row's sum for softmax, +inf where a row sees no key (so that exp(score - lse) is 0), and has
-size [0] for the other activations. Rows at or past ``q_offsets[-1]`` get 0, gradients likewise.
+Shapes and types: ``AttentionArgs``. out [Tq, H, Dv] has q's type; lse [Tq, H] float32 is the
+natural log of the row's sum for softmax, +inf where a row sees no key (so that exp(score - lse) is
+0), and has size [0] for the other activations. Rows at or past ``q_offsets[-1]`` get 0, as do their
+gradients.
 
 The backward is an op of its own, so that it stays one node through AOTAutograd. Neither op reads a
 device value back; max_q and max_k are bounds on the lengths that size grids, no more.

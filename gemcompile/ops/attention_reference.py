@@ -172,22 +172,26 @@ def _out_scale(a: AttentionArgs, rows: slice) -> Tensor | None:
 
 
 def _scores(s: Sequence, scale: float) -> Tensor:
-    scores = s.q @ s.k.mT * scale
-    return scores if s.bias is None else scores + s.bias
+    scores: Tensor = s.q @ s.k.mT * scale
+    if s.bias is not None:
+        scores = scores + s.bias
+    return scores
 
 
 def _probabilities(s: Sequence, scores: Tensor, activation: str) -> Tensor:
     if activation != "softmax":
-        return ELEMENTWISE[activation].forward(scores).masked_fill(~s.visible, 0)
-    # A bias of -inf hides a key too. The finite fill keeps rows without any visible key free of NaN.
+        values = ELEMENTWISE[activation].forward(scores)
+        return values.masked_fill(~s.visible, 0)
+    # A bias of -inf hides a key too. The finite fill keeps rows without any key free of NaN.
     hidden = ~s.visible | (scores == -torch.inf)
     lowest = torch.finfo(scores.dtype).min
-    return scores.masked_fill(hidden, lowest).softmax(-1).masked_fill(hidden, 0)
+    return torch.softmax(scores.masked_fill(hidden, lowest), -1).masked_fill(hidden, 0)
 
 
 def _sum_groups(x: Tensor, kv_heads: int) -> Tensor:
     """[H, lk, D], a gradient per query head, to [lk, Hk, D]."""
-    return x.unflatten(0, (kv_heads, -1)).sum(1).transpose(0, 1)
+    grouped: Tensor = x.unflatten(0, (kv_heads, -1))
+    return grouped.sum(1).transpose(0, 1)
 
 
 def _add_bias_gradient(dbias: Tensor, a: AttentionArgs, s: Sequence, ds: Tensor) -> None:

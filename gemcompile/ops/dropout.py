@@ -1,8 +1,9 @@
 """Counter-based dropout: whether a probability is kept is a pure function of where it stands.
 
-Forward, backward, recompute and every kernel derive the same mask from (seed, query row, head, key),
-so no mask is ever stored. The hash is the 32-bit finaliser "lowbias32" of the hash-prospector
-project; each (row, head) owns a random affine sequence over the keys, which is hashed once more.
+Forward, backward, recompute and every kernel derive the same mask from (seed, query row, head,
+key), so no mask is ever stored. Each (seed, row, head) owns a random affine sequence over the keys,
+modulo 2^32, which a xor-shift-multiply hash scrambles. The multipliers are those of "lowbias32"
+from the hash-prospector project; right shifts are arithmetic, as PyTorch has no logical ones.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# The two multipliers of lowbias32 and two odd constants, as signed 32-bit numbers.
+# As signed 32-bit numbers.
 MIX_1 = 0x7FEB352D
 MIX_2 = 0x846CA68B - 2**32
 GOLDEN = 0x9E3779B9 - 2**32
@@ -18,8 +19,8 @@ SALT = 0x5BD1E995
 
 
 def drop_threshold(p: float) -> int:
-    """Hashes (31 bits) below this number are dropped."""
-    return min(int(p * 2**31), 2**31 - 1)
+    """Signed 32-bit hashes below this number are dropped."""
+    return min(int(p * 2**32), 2**32 - 1) - 2**31
 
 
 def keep_scale(p: float) -> float:
@@ -28,12 +29,11 @@ def keep_scale(p: float) -> float:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """lowbias32 on int32, in place; right shifts are made logical by masking the sign bits off."""
-    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    """Scrambles int32 in place; the high bits are the best."""
+    x ^= x >> 15
     x *= MIX_1
-    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x ^= x >> 15
     x *= MIX_2
-    x ^= (x >> 16).bitwise_and_(0xFFFF)
     return x
 
 
@@ -50,6 +50,8 @@ def keep_mask(seed: Tensor, rows: Tensor, heads: Tensor, keys: Tensor, p: float)
         bool of the broadcast shape, True where the entry is kept.
     """
     low, high = seed.to(torch.int32), (seed >> 32).to(torch.int32)
-    start = _mix(_mix(rows + low) ^ high ^ (heads * GOLDEN))
-    step = _mix(start ^ SALT) | 1
-    return _mix(keys * step + start).bitwise_and_(0x7FFFFFFF) >= drop_threshold(p)
+    # The seed is scrambled first: neighbouring seeds must not give the same masks a row apart.
+    seed = _mix(_mix(low ^ SALT) ^ high)
+    start = _mix(_mix(rows + seed) ^ (heads * GOLDEN))
+    step = _mix(start ^ SALT) | 1  # odd, so that the sequence has full period
+    return _mix((keys * step).add_(start)) >= drop_threshold(p)

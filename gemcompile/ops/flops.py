@@ -1,8 +1,8 @@
 """FLOP formulas for ``torch.utils.flop_counter``.
 
 A formula sees shapes and plain arguments, not offsets, so it counts every query row against the
-declared bound on the keys: the work of a padded batch with the packed rows only, an upper bound of the
-true count. As torch's own attention formulas do, it ignores causality.
+declared bound on the keys: an upper bound of the true count. As
+torch's own attention formulas do, it ignores causality.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tens
 
 def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     index, inverse = ctx.saved_tensors
-    return torch.ops.gem.gather_rows(grad, inverse, index), None, None
+    dx: Tensor = torch.ops.gem.gather_rows(grad, inverse, index)
+    return dx, None, None
 
 
 _library.impl("gather_rows", _gather_rows, "CompositeExplicitAutograd")
@@ -59,7 +60,8 @@ torch.library.register_autograd(
 def _decomposed(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     """A masked indirect load, which Inductor fuses with whatever stands around it."""
     live = (index >= 0).reshape(-1, *[1] * (x.dim() - 1))
-    return torch.ops.aten._unsafe_masked_index(x, live, [index.clamp(min=0)], 0)
+    rows: Tensor = torch.ops.aten._unsafe_masked_index(x, live, [index.clamp(min=0)], 0)
+    return rows
 
 
 if torch.ops.gem.gather_rows.default not in decompositions:
@@ -70,13 +72,13 @@ class PackIndex(NamedTuple):
     """How the True entries of a mask [B, L] are packed into groups * multiple rows.
 
     Attributes:
-        index: int64 [groups * multiple], the flat row b * L + l of each packed row, -1 for dead ones.
+        index: int64 [groups * multiple], flat row b * L + l of each packed row, -1 for dead ones.
         inverse: int64 [B * L], the packed row of each flat row, -1 where the mask is False.
         offsets: int32 [B + 1], where each sequence starts among the packed rows.
         positions: int32 [groups * multiple], l of each packed row, 0 for dead ones.
     """
 
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
     inverse: Tensor
     offsets: Tensor
     positions: Tensor
@@ -85,8 +87,8 @@ class PackIndex(NamedTuple):
 def pack_index(mask: Tensor, multiple: int = 128) -> PackIndex:
     """The row map of a bool mask [B, L] of any pattern; row order is kept.
 
-    The packed row count is filled up to a multiple of ``multiple`` and is at least that. Plain eager
-    code; on CUDA it reads one number back (how many entries are True).
+    The packed row count is filled up to a multiple of ``multiple`` and is at least that. Plain
+    eager code; on CUDA it reads one number back (how many entries are True).
     """
     if mask.dtype is not torch.bool or mask.dim() != 2:
         raise TypeError(f"pack_index wants a bool mask [B, L], got {mask.dtype} {list(mask.shape)}")

@@ -42,8 +42,8 @@ def padded_attention(
         bias: four dimensions, broadcastable to [B, H, Lq, Lk]; added before the activation.
         out_scale: float32 [1] or [B, Lq], multiplied after the activation.
         causal: query i sees the keys j <= i; needs Lq == Lk.
-        empty: what a softmax row without a visible key gives. "zero"; "mean": the mean of v over all
-            Lk keys, as softmax over equal finite fills gives; "assume": there is no such row.
+        empty: what a softmax row without a visible key gives. "zero"; "mean": the mean of v over
+            all Lk keys, as softmax over equal finite fills gives; "assume": no such row exists.
 
     Returns:
         [B, Lq, H, Dv].
@@ -51,7 +51,7 @@ def padded_attention(
     if empty not in EMPTY_ROWS:
         raise ValueError(f"empty must be one of {EMPTY_ROWS}, not {empty!r}")
     (batch, lq, heads), lk = q.shape[:3], k.shape[1]
-    out, _ = torch.ops.gem.jagged_attention(
+    packed, _ = torch.ops.gem.jagged_attention(
         q.flatten(0, 1),
         k.flatten(0, 1),
         v.flatten(0, 1),
@@ -70,13 +70,13 @@ def padded_attention(
         lq,
         lk,
     )
-    out = out.unflatten(0, (batch, lq))
+    out: Tensor = packed.unflatten(0, (batch, lq))
     if empty != "mean" or activation != "softmax" or key_mask is None:
         return out
     mean = v.mean(1, keepdim=True).repeat_interleave(heads // k.shape[2], 2)
     if out_scale is not None:
         mean = (mean * out_scale[..., None, None]).to(out.dtype)
-    return torch.where(_sees_nothing(key_mask, causal)[..., None, None], mean, out)
+    return out.where(~_sees_nothing(key_mask, causal)[..., None, None], mean)
 
 
 def _regular_offsets(batch: int, length: int, device: torch.device) -> Tensor:
