@@ -1,0 +1,18 @@
+"""gemcompile: a torch.compile backend for ranking and recommendation models.
+
+    import torch
+    model = torch.compile(model, backend="gem")
+"""
+
+from __future__ import annotations
+
+from . import ops
+from .backend import gem
+from .explain import explain
+from .options import Options
+from .pass_manager import Pass
+from .report import Report, Site, record
+from .target import Target
+
+__version__ = "0.1.0"
+__all__ = ["Options", "Pass", "Report", "Site", "Target", "explain", "gem", "ops", "record"]

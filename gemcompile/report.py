@@ -1,0 +1,141 @@
+"""What was rewritten, what was not and why: collected while compiling, read by people and by tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch.fx import Node
+
+KINDS = ("attention", "padding", "rotary", "linear", "collective", "graph")
+
+
+@dataclass
+class Site:
+    """One place in the user's model that gem rewrote, or could have.
+
+    Attributes:
+        kind: "attention", "padding", "rotary", "linear", "collective", or "graph" for a whole graph.
+        status: "rewritten" or "declined".
+        op: what stands there now ("gem.padded_attention(softmax)"), or stood there.
+        reason: for a declined site, a clause fit to follow "declined because"; for a rewritten one, the
+            assumption it rests on, or "".
+        where: the user's line, "file.py:41", or "".
+        details: further facts, plain JSON values.
+    """
+
+    kind: str
+    status: str
+    op: str
+    reason: str = ""
+    where: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        place = f" at {self.where}" if self.where else ""
+        tail = f" because {self.reason}" if self.status == "declined" else ""
+        note = f" ({self.reason})" if self.reason and self.status != "declined" else ""
+        return f"{self.kind} {self.status}{place}: {self.op}{tail}{note}"
+
+
+@dataclass
+class PassRecord:
+    """One run of one pass: changes it made, seconds it took, the graph's text before and after."""
+
+    name: str
+    changes: int
+    seconds: float
+    before: str
+    after: str
+
+
+@dataclass
+class Report:
+    """All sites and passes of the compiles it saw; ``str(report)`` is for people."""
+
+    sites: list[Site] = field(default_factory=list)
+    passes: list[PassRecord] = field(default_factory=list)
+    graphs: int = 0
+    seconds: float = 0.0
+
+    def add(self, kind: str, status: str, op: str, reason: str = "", where: Node | str = "", **details: Any) -> Site:
+        """Record a site; ``where`` is a node (its stack trace tells the user's line) or a text."""
+        text = source_line(where) if isinstance(where, Node) else where
+        site = Site(kind, status, op, reason, text, details)
+        self.sites.append(site)
+        return site
+
+    def absorb(self, other: Report) -> None:
+        """Add everything that ``other`` holds."""
+        self.sites += other.sites
+        self.passes += other.passes
+        self.graphs += other.graphs
+        self.seconds += other.seconds
+
+    def of(self, kind: str, status: str = "rewritten") -> list[Site]:
+        """The sites of one kind and status."""
+        return [s for s in self.sites if s.kind == kind and s.status == status]
+
+    def expect(self, **counts: int) -> None:
+        """Check how many sites of each kind were rewritten: ``report.expect(attention=2)``.
+
+        Raises:
+            AssertionError: a count differs; the message lists the declined sites.
+            ValueError: an unknown kind.
+        """
+        for kind, n in counts.items():
+            if kind not in KINDS:
+                raise ValueError(f"unknown kind of site {kind!r}; known: {', '.join(KINDS)}")
+            found = len(self.of(kind))
+            if found != n:
+                rest = [str(s) for s in self.sites if s.status == "declined"] or ["nothing was declined"]
+                listed = "\n  ".join(rest)
+                raise AssertionError(f"expected {n} rewritten {kind} sites, found {found}\n  {listed}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+    def to_json(self) -> str:
+        """The whole report as JSON text."""
+        return json.dumps(self.to_dict(), indent=1, default=str)
+
+    def __str__(self) -> str:
+        from .report_text import render
+
+        return render(self)
+
+
+def source_line(node: Node) -> str:
+    """The user's innermost line that made ``node``, as "file.py:41"; frames inside torch are passed over."""
+    found = ""
+    for line in (node.meta.get("stack_trace") or "").splitlines():
+        line = line.strip()
+        if line.startswith('File "'):
+            path, _, rest = line[6:].partition('", line ')
+            if "/torch/" not in path or not found:
+                found = f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}"
+    return found
+
+
+_active: list[Report] = []
+
+
+@contextmanager
+def record() -> Iterator[Report]:
+    """Collect every compile that happens inside: ``with gem.record() as report: ...``."""
+    report = Report()
+    _active.append(report)
+    try:
+        yield report
+    finally:
+        _active.remove(report)
+
+
+def publish(report: Report) -> None:
+    """Hand a finished compile's report to all who record."""
+    for r in _active:
+        r.absorb(report)

@@ -1,0 +1,48 @@
+"""A report as text for people: what was rewritten, what was not and why, and what the padding costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from .report import Report, Site
+
+
+def render(report: Report) -> str:
+    """The report in a terminal's width."""
+    lines = [_headline(report)]
+    for title, status in (("rewritten", "rewritten"), ("declined", "declined")):
+        rows = _folded([s for s in report.sites if s.status == status])
+        if rows:
+            lines += ["", f"{title}"]
+            lines += [line for site, n in rows for line in _site(site, n)]
+    ran = [p for p in report.passes if p.changes]
+    if ran:
+        lines += ["", "passes"]
+        lines += [f"  {p.name:<20} {p.changes:>4} changes {p.seconds * 1e3:>8.1f} ms" for p in ran]
+    return "\n".join(lines)
+
+
+def _headline(report: Report) -> str:
+    done = sum(s.status == "rewritten" for s in report.sites)
+    kept = sum(s.status == "declined" for s in report.sites)
+    graphs = f"{report.graphs} graph{'s' if report.graphs != 1 else ''}"
+    return f"gem: {graphs}, {done} sites rewritten, {kept} declined, compiled in {report.seconds:.1f} s"
+
+
+def _folded(sites: list[Site]) -> list[tuple[Site, int]]:
+    """Equal sites of repeated layers and repeated compiles once, with their count."""
+    count = Counter((s.kind, s.op, s.reason, s.where) for s in sites)
+    first = {(s.kind, s.op, s.reason, s.where): s for s in reversed(sites)}
+    return [(first[key], n) for key, n in count.items()]
+
+
+def _site(site: Site, n: int) -> list[str]:
+    times = f" x{n}" if n > 1 else ""
+    where = f"  {site.where}" if site.where else ""
+    out = [f"  {site.kind:<10}{site.op}{times}{where}"]
+    if site.reason:
+        word = "because" if site.status == "declined" else "assuming"
+        out.append(f"  {'':<10}{word} {site.reason}")
+    for key, value in site.details.items():
+        out.append(f"  {'':<10}{key.replace('_', ' ')}: {value}")
+    return out
