@@ -24,7 +24,9 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--accept", action="store_true", help="write golden files instead of comparing")
+    parser.addoption(
+        "--accept", action="store_true", help="write golden files instead of comparing"
+    )
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -16,7 +16,11 @@ except ModuleNotFoundError:  # Python 3.10
 ROOT = Path(__file__).parents[1]
 MAX_LINES = 450
 # Folder in the repository -> package it installs as. The links in gemcompile/ are skipped.
-WINGS = {"gemcompile": "gemcompile", "passes": "gemcompile.passes", "lowering": "gemcompile.lowering"}
+WINGS = {
+    "gemcompile": "gemcompile",
+    "passes": "gemcompile.passes",
+    "lowering": "gemcompile.lowering",
+}
 
 
 def python_files(folder: str) -> Iterator[Path]:
