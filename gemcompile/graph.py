@@ -107,7 +107,7 @@ class Editor:
         self.before = before or like
         self.fake_mode = fake_mode_of(gm)
 
-    def __call__(self, target: Callable[..., Any], *args: Argument, **kwargs: Argument) -> Node:
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         with self.graph.inserting_before(self.before):
             n = self.graph.call_function(target, args, kwargs)
         n.meta.update({k: self.like.meta[k] for k in ORIGIN if k in self.like.meta})

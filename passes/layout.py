@@ -1,8 +1,9 @@
 """Where the batch and the sequence axis of a row set stand in a tensor.
 
-A layout gives for each dimension the factors it is made of, outermost first: "b" (batch), "l" (position) or
-"o" (anything else). ``[B, L, H, D]`` is ``(b)(l)(oH)(oD)``; nn.MultiheadAttention's ``[L, B * H, D]`` is
-``(l)(b oH)(oD)``. Reshapes regroup factors in order, so that equal sizes are never mistaken for equal axes.
+A layout gives for each dimension the factors it is made of, outermost first: "b" (batch), "l"
+(position) or "o" (anything else). ``[B, L, H, D]`` is ``(b)(l)(oH)(oD)``; nn.MultiheadAttention's
+``[L, B * H, D]`` is ``(l)(b oH)(oD)``. Reshapes regroup factors in order, so that equal sizes are
+never mistaken for equal axes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ class Layout:
     dims: tuple[Dim, ...]
 
     def __str__(self) -> str:
-        return "".join("(" + " ".join(f.axis if f.axis != "o" else f"o{f.size}" for f in d) + ")" for d in self.dims)
+        return "".join(
+            "(" + " ".join(f.axis if f.axis != "o" else f"o{f.size}" for f in d) + ")"
+            for d in self.dims
+        )
 
     @property
     def rank(self) -> int:
@@ -61,7 +65,11 @@ class Layout:
 
     def packed_sizes(self) -> list[sympy.Expr]:
         """Sizes of the packed tensor behind the rows."""
-        return [sympy.prod([f.size for f in d if f.axis == "o"]) for d in self.dims if any(f.axis == "o" for f in d)]
+        return [
+            sympy.prod([f.size for f in d if f.axis == "o"])
+            for d in self.dims
+            if any(f.axis == "o" for f in d)
+        ]
 
     def permuted(self, order: Sequence[int]) -> Layout:
         """The layout of ``x.permute(order)`` for x of this layout."""
@@ -115,7 +123,9 @@ def reshaped(layout: Layout, sizes: Sequence[Size]) -> Layout | None:
 
 
 def _take(queue: list[Factor], need: sympy.Expr) -> Dim | None:
-    """Remove factors worth ``need`` from the front, splitting one that is neither batch nor position."""
+    """Remove factors worth ``need`` from the front, splitting one that is neither batch nor
+    position.
+    """
     taken: list[Factor] = []
     while need != 1 or (not taken and queue and queue[0].size == 1):
         if not queue:

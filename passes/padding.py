@@ -1,11 +1,12 @@
-"""EliminatePadding: prove that padded rows are never observed, and compute the rest on packed rows only.
+"""EliminatePadding: prove that padded rows are never observed, and compute the rest on packed rows
+only.
 
-The proof is a backward analysis. Every value has a demand: nothing, all of it, or the rows of a mask over
-(batch, position). Outputs and operators without a rule demand all of their inputs; exits (a masked sum, a
-masked loss, the gather of the last item) turn "all" into rows; row-wise operators pass rows on; attention
-demands of its keys and values the rows of its key mask. What is demanded by rows and computed row-wise forms
-regions; each region is packed once at its inputs and unpacked once at its exits. Equal functions have equal
-gradients, so that the backward needs no proof.
+The proof is a backward analysis. Every value has a demand: nothing, all of it, or the rows of a
+mask over (batch, position). Outputs and operators without a rule demand all of their inputs; exits
+(a masked sum, a masked loss, the gather of the last item) turn "all" into rows; row-wise operators
+pass rows on; attention demands of its keys and values the rows of its key mask. What is demanded
+by rows and computed row-wise forms regions; each region is packed once at its inputs and unpacked
+once at its exits. Equal functions have equal gradients, so that the backward needs no proof.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _FILL_WORTH_PACKING = 0.95
 
 
 class EliminatePadding(Pass):
-    """Pack the rows that a mask keeps through everything row-wise, with jagged attention in between."""
+    """Pack the rows that a mask keeps through everything row-wise, with jagged attention in
+    between.
+    """
 
     after = ("FuseAttention",)
 
@@ -75,10 +78,14 @@ class EliminatePadding(Pass):
                 return f"fill is {fill:.2f}: packing would cost more than it saves"
         return ""
 
-    def _report_declined(self, analysis: Analysis, blocked: dict[object, str], context: Context) -> None:
+    def _report_declined(
+        self, analysis: Analysis, blocked: dict[object, str], context: Context
+    ) -> None:
         for n in analysis.attention:
             if analysis.rows_of(n) is not None and n not in blocked:
                 continue
             reason = blocked.get(n) or observer(analysis, n, context)
             if reason:
-                context.report.add("padding", "declined", "gem.padded_attention", reason, source_line(n))
+                context.report.add(
+                    "padding", "declined", "gem.padded_attention", reason, source_line(n)
+                )

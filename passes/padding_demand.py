@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from gemcompile.graph import Editor, arguments, is_call, same_size
 
 from . import padding_rules_math  # noqa: F401  registers its rules
-from .canonicalize import mutated
+from .aliases import mutated
 from .layout import Layout, other, plain
 from .padding_exits import Exit, exit_of, gather_exit, gathered_row
 from .padding_masks import Atom, Atoms, atom_of
@@ -103,7 +103,9 @@ def analyse(gm: GraphModule, blocked: object, zero_outputs: bool) -> Analysis:
     return a
 
 
-def _visit(a: Analysis, n: Node, gathers: dict[Node, Exit], changed: set[Node], blocked: object) -> None:
+def _visit(
+    a: Analysis, n: Node, gathers: dict[Node, Exit], changed: set[Node], blocked: object
+) -> None:
     d = a.demand.get(n)
     if d is None:
         if not n.is_impure():
@@ -169,8 +171,15 @@ def _outputs(a: Analysis, n: Node, zero_outputs: bool) -> None:
     masks = {m for m in a.attention.values() if m is not None}
     for x in n.all_input_nodes:
         value = x.meta.get("val")
-        if zero_outputs and isinstance(value, torch.Tensor) and value.dim() >= 3 and x.op != "placeholder":
-            fits = [m for m in masks if all(map(same_size, m.node.meta["val"].shape, value.shape[:2]))]
+        if (
+            zero_outputs
+            and isinstance(value, torch.Tensor)
+            and value.dim() >= 3
+            and x.op != "placeholder"
+        ):
+            fits = [
+                m for m in masks if all(map(same_size, m.node.meta["val"].shape, value.shape[:2]))
+            ]
             if len(fits) == 1:
                 a.want(x, Rows(frozenset(fits), plain(value.shape)))
                 a.zeroed[x] = fits[0]
@@ -201,4 +210,6 @@ def _observed(gm: GraphModule, n: Node, x: Node, position: Node) -> Node:
 
 def is_split(n: Node) -> bool:
     """A node with several results that only getitem nodes use."""
-    return is_call(n, aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
+    return is_call(
+        n, aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int
+    )

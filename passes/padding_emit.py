@@ -88,7 +88,9 @@ class _Rows:
 
 
 class _Emitter:
-    def __init__(self, gm: GraphModule, analysis: Analysis, members: dict[Key, Region], result: Result) -> None:
+    def __init__(
+        self, gm: GraphModule, analysis: Analysis, members: dict[Key, Region], result: Result
+    ) -> None:
         self.gm, self.analysis, self.members, self.result = gm, analysis, members, result
         self.packed: dict[Node, Node] = {}
         self.entries: dict[Any, Node] = {}
@@ -121,7 +123,9 @@ class _Emitter:
         self.result.nodes[id(region)] += 1
 
     def _cast(self, edit: Editor, y: Node, n: Node) -> Node:
-        """Under autocast the recorded dtype is the true one; the value computed here does not know it."""
+        """Under autocast the recorded dtype is the true one; the value computed here does not
+        know it.
+        """
         have, want = y.meta["val"], n.meta["val"]
         if have.dtype != want.dtype:
             with edit.fake_mode:
@@ -159,11 +163,12 @@ class _Emitter:
         same = queries is not None and queries.rowset is keys.rowset
         positional = given["bias"] is not None or (given["causal"] and not same)
         sizes = [edit.symbol(given[x].meta["val"].shape[1]) for x in "qk"]
+        scale = self._row_scale(edit, given["out_scale"], queries)
         both = edit(
             JAGGED, q, k, v, q_offsets, keys.rowset.offsets, mask,
             q_positions if positional else None, keys.rowset.positions if positional else None,
-            given["bias"], self._row_scale(edit, given["out_scale"], queries), given["dropout_seed"],
-            given["activation"], given["scale"], given["causal"], given["dropout_p"], *sizes,
+            given["bias"], scale, given["dropout_seed"], given["activation"], given["scale"],
+            given["causal"], given["dropout_p"], *sizes,
         )  # fmt: skip
         out = edit.item(both, 0)
         self.result.attention.append(n)
@@ -175,7 +180,9 @@ class _Emitter:
         n.replace_all_uses_with(edit(aten.reshape.default, out, sizes))
         self.gm.graph.erase_node(n)
 
-    def _queries(self, edit: Editor, given: dict[str, Any], queries: _Rows | None) -> tuple[Node, Node, Node | None]:
+    def _queries(
+        self, edit: Editor, given: dict[str, Any], queries: _Rows | None
+    ) -> tuple[Node, Node, Node | None]:
         """(q [T, H, D], offsets, positions): packed, or all rows of a padded q."""
         q = given["q"]
         shape = q.meta["val"].shape
@@ -221,7 +228,7 @@ class _Emitter:
         return False
 
     def _zero_outputs(self) -> None:
-        """padded_outputs="zero": rows outside the mask are 0 also where more rows, or none, were packed."""
+        """padded_outputs="zero": also where more rows than the mask's, or none, were packed."""
         output = self.gm.graph.find_nodes(op="output")[0]
         for x, atom in self.analysis.zeroed.items():
             region = self._region_of(x)
@@ -240,7 +247,13 @@ class _Emitter:
         """Erase what was replaced; dead-code removal would keep random operators."""
         for n in reversed(self.order):
             replaced = n in self.packed or n not in self.analysis.demand
-            if replaced and not n.users and n.op == "call_function" and not n._erased and not _writes(n):
+            if (
+                replaced
+                and not n.users
+                and n.op == "call_function"
+                and not n._erased
+                and not _writes(n)
+            ):
                 self.gm.graph.erase_node(n)
 
 

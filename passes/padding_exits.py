@@ -1,4 +1,6 @@
-"""Exits: nodes whose result depends on some rows of an input only, though all of the result is wanted."""
+"""Exits: nodes whose result depends on some rows of an input only, though all of the result
+is wanted.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class Exit:
 
     Attributes:
         seen: the inputs and the rows observed of each.
-        emit: writes the node's (unpacked) result from packed inputs; None: the input is unpacked, with zeros
+        emit: writes the node's (unpacked) result from packed inputs; None: the input is unpacked,
+        with zeros
             in the rows that nobody observes, and the node stays.
     """
 
@@ -82,7 +85,9 @@ def _over(x: Any, mask: Any, n: Node) -> tuple[Atom, Layout] | None:
 
 
 def _multiply(n: Node) -> Exit | None:
-    """x * mask: rows where the mask is 0 are not observed (0 * NaN counts as 0, docs/semantics.md)."""
+    """x * mask: rows where the mask is 0 are not observed (0 * NaN counts as 0,
+    docs/semantics.md).
+    """
     for x, mask in (n.args[:2], n.args[1::-1]):
         if isinstance(x, Node) and x is not mask:
             found = _over(x, mask, n)
@@ -122,7 +127,9 @@ def _index(n: Node) -> Exit | None:
 
 
 def _cross_entropy(n: Node) -> Exit | None:
-    """Rows whose target is ignored are not observed: the target is masked by filling in ignore_index."""
+    """Rows whose target is ignored are not observed: the target is masked by filling in
+    ignore_index.
+    """
     given = arguments(n)
     logits, target = given["self"], given["target"]
     found = _ignored(target, given["ignore_index"])
@@ -141,8 +148,13 @@ def _cross_entropy(n: Node) -> Exit | None:
         """The same mean or sum over packed rows; rows that only fill up are ignored."""
         live = edit(aten.ge.Scalar, packed.index(), 0)
         goal = edit(aten.where.ScalarOther, live, packed.get(target, layout), given["ignore_index"])
-        rest = (given["weight"], given["reduction"], given["ignore_index"], given["label_smoothing"])
-        return edit(n.target, packed.get(logits, source), goal, *rest)  # type: ignore[arg-type]
+        rest = (
+            given["weight"],
+            given["reduction"],
+            given["ignore_index"],
+            given["label_smoothing"],
+        )
+        return edit(n.target, packed.get(logits, source), goal, *rest)
 
     seen = {logits: Seen(atom, source), target: Seen(atom, layout)}
     return Exit(seen, emit if given["reduction"] != 0 else None)
@@ -203,10 +215,16 @@ def gather_exit(n: Node, x: Node, position: Node, observed: Node) -> Exit:
 
 
 def gathered_row(n: Node) -> tuple[Node, Node] | None:
-    """(x, position [B]) where n is ``x[arange(B), position]`` or a gather of one row per sequence."""
+    """(x, position [B]) where n is ``x[arange(B), position]`` or a gather of one row per
+    sequence.
+    """
     if is_call(n, aten.index.Tensor):
         x, indices = n.args[:2]
-        if isinstance(indices, (list, tuple)) and len(indices) == 2 and all(isinstance(i, Node) for i in indices):
+        if (
+            isinstance(indices, (list, tuple))
+            and len(indices) == 2
+            and all(isinstance(i, Node) for i in indices)
+        ):
             rows, position = indices
             if _is_row_number(rows, x) and position.meta["val"].dim() == 1:  # type: ignore[union-attr]
                 return x, position  # type: ignore[return-value]
@@ -236,9 +254,18 @@ def _expanded_position(index: Any) -> Node | None:
     sizes = index.meta["val"].shape
     if len(sizes) != 3 or not same_size(sizes[1], 1):
         return None
-    while is_call(index, aten.expand.default, aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.repeat.default):
+    while is_call(
+        index,
+        aten.expand.default,
+        aten.view.default,
+        aten.reshape.default,
+        aten.unsqueeze.default,
+        aten.repeat.default,
+    ):
         below = index.args[0]
-        if is_call(index, aten.repeat.default) and not all(same_size(s, 1) for s in below.meta["val"].shape[1:]):
+        if is_call(index, aten.repeat.default) and not all(
+            same_size(s, 1) for s in below.meta["val"].shape[1:]
+        ):
             return None
         index = below
         if index.meta["val"].dim() == 1:

@@ -60,7 +60,9 @@ def atom_of(n: Node) -> Atom | None:
 
 def _same_elements(n: Node) -> bool:
     """A cast, a copy, or a slice or expansion that takes everything."""
-    if is_call(n, aten.to.dtype, aten._to_copy.default, aten.clone.default, aten.contiguous.default):
+    if is_call(
+        n, aten.to.dtype, aten._to_copy.default, aten.clone.default, aten.contiguous.default
+    ):
         return True
     if is_call(n, aten.slice.Tensor):
         return is_whole(n)
@@ -89,11 +91,17 @@ def _negated(n: Node) -> Node | None:
 
 def _is_zero_one(n: Any) -> bool:
     """A bool, or a cast of one."""
-    while is_call(n, aten.to.dtype, aten._to_copy.default, aten.unsqueeze.default, aten.expand.default):
+    while is_call(
+        n, aten.to.dtype, aten._to_copy.default, aten.unsqueeze.default, aten.expand.default
+    ):
         n = n.args[0]
     if is_call(n, aten.rsub.Scalar):
         return n.args[1] == 1 and _is_zero_one(n.args[0])
-    return isinstance(n, Node) and isinstance(n.meta.get("val"), torch.Tensor) and n.meta["val"].dtype == torch.bool
+    return (
+        isinstance(n, Node)
+        and isinstance(n.meta.get("val"), torch.Tensor)
+        and n.meta["val"].dtype == torch.bool
+    )
 
 
 def row_mask(n: Any) -> tuple[Atom, Layout] | None:
@@ -112,7 +120,14 @@ def row_mask(n: Any) -> tuple[Atom, Layout] | None:
     if inner is not None:
         below = row_mask(inner)
         return below and (below[0].flipped(), below[1])
-    if is_call(n, aten.to.dtype, aten._to_copy.default, aten.clone.default, aten.contiguous.default, aten.to.device):
+    if is_call(
+        n,
+        aten.to.dtype,
+        aten._to_copy.default,
+        aten.clone.default,
+        aten.contiguous.default,
+        aten.to.device,
+    ):
         return row_mask(n.args[0])
     if is_call(n, aten.ne.Scalar) and n.args[1] == 0 and _is_zero_one(n.args[0]):
         return row_mask(n.args[0])
@@ -126,9 +141,11 @@ def _through_view(n: Node) -> tuple[Atom, Layout] | None:
     atom, layout = below
     if is_call(n, aten.unsqueeze.default):
         return atom, layout.inserted(int(n.args[1]) % n.meta["val"].dim())  # type: ignore[arg-type]
-    if is_call(n, aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.squeeze.dim):
+    if is_call(
+        n, aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.squeeze.dim
+    ):
         seen = reshaped(layout, n.meta["val"].shape)
-        return seen and (atom, seen)
+        return (atom, seen) if seen else None
     if is_call(n, aten.expand.default):
         extra = n.meta["val"].dim() - layout.rank
         for _ in range(extra):
@@ -136,7 +153,7 @@ def _through_view(n: Node) -> tuple[Atom, Layout] | None:
         return atom, layout
     if is_call(n, aten.transpose.int, aten.permute.default):
         order = permutation(n)
-        return order and (atom, layout.permuted(order))
+        return (atom, layout.permuted(order)) if order else None
     if is_call(n, aten.slice.Tensor) and is_whole(n):
         return atom, layout
     return None

@@ -17,7 +17,8 @@ Key = Node | tuple[str, Node]  # ("keys", n): the key and value side of attentio
 
 @dataclass(eq=False)
 class Region:
-    """Connected packed nodes, the rows that they keep, and the attention that justifies packing them.
+    """Connected packed nodes, the rows that they keep, and the attention that justifies packing
+    them.
 
     Attributes:
         members: row-wise nodes, attention nodes (their query side) and ("keys", attention).
@@ -41,8 +42,8 @@ class Region:
     def unsound(self, analysis: Analysis) -> str:
         """Why packing would change results, or "".
 
-        Where masked scores hold a finite fill, a query that sees no key averages all values, padded ones
-        too. Rows of the key mask itself always see themselves; further rows may not.
+        Where masked scores hold a finite fill, a query that sees no key averages all values,
+        padded ones too. Rows of the key mask itself always see themselves; further rows may not.
         """
         for n in self.sites:
             if n not in self.members:
@@ -51,8 +52,8 @@ class Region:
             if given["activation"] == "softmax" and given["empty"] == "mean":
                 if self.atoms != frozenset({analysis.attention[n]}):
                     return (
-                        "rows outside the key mask are observed, and with a finite fill a row without "
-                        "a valid key averages padded values; fill with -inf instead"
+                        "rows outside the key mask are observed, and with a finite fill a row "
+                        "without a valid key averages padded values; fill with -inf instead"
                     )
         return ""
 
@@ -77,12 +78,12 @@ def _hint(sizes: list[object]) -> int:
 
 def _after_inputs_of(gm: GraphModule, nodes: set[Node]) -> Node:
     """The node before which all of ``nodes`` are defined."""
-    last = None
+    last: Node = next(iter(gm.graph.nodes))
     for n in gm.graph.nodes:
         if n in nodes or n.op == "placeholder":
             last = n
-    assert last is not None
-    return last.next
+    following: Node = last.next
+    return following
 
 
 def regions(a: Analysis) -> list[Region]:
@@ -96,7 +97,9 @@ def regions(a: Analysis) -> list[Region]:
         links.add_edges_from((key, x) for x in inputs if packable(x))
 
     def packable(x: Node) -> bool:
-        return x in a.row_wise or (x in a.attention and x not in a.open and x not in a.closed and a.rows_of(x) is not None)
+        return x in a.row_wise or (
+            x in a.attention and x not in a.open and x not in a.closed and a.rows_of(x) is not None
+        )
 
     for n, rule in a.row_wise.items():
         rows = a.rows_of(n)
@@ -118,7 +121,11 @@ def regions(a: Analysis) -> list[Region]:
 
 def _region(a: Analysis, members: set[Key], atoms: dict[Key, Atoms]) -> Region:
     union: Atoms = frozenset().union(*(atoms[m] for m in members))
-    sites = {m[1] if isinstance(m, tuple) else m for m in members if isinstance(m, tuple) or m in a.attention}
+    sites = {
+        m[1] if isinstance(m, tuple) else m
+        for m in members
+        if isinstance(m, tuple) or m in a.attention
+    }
     order = [n for n in a.attention if n in sites]
     return Region(members, union, order)
 
@@ -133,6 +140,3 @@ def key_atom(a: Analysis, n: Node) -> Atom:
     atom = a.attention[n]
     assert atom is not None
     return atom
-
-
-

@@ -1,4 +1,6 @@
-"""What EliminatePadding tells the user: rows removed, or the first node that observes a padded row."""
+"""What EliminatePadding tells the user: rows removed, or the first node that observes a
+padded row.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,16 @@ def report_rewritten(context: Context, result: Result, found: list[Region]) -> N
             "attention": len(region.sites),
         }
         if rows.rows is not None and rows.total:
-            details["padding"] = f"{rows.rows} of {rows.total} rows are real ({rows.rows / rows.total:.0%})"
+            details["padding"] = (
+                f"{rows.rows} of {rows.total} rows are real ({rows.rows / rows.total:.0%})"
+            )
         context.report.add(
-            "padding", "rewritten", "packed rows", "", source_line(rows.mask) or source_line(region.sites[0]), **details
+            "padding",
+            "rewritten",
+            "packed rows",
+            "",
+            source_line(rows.mask) or source_line(region.sites[0]),
+            **details,
         )
 
 
@@ -69,6 +78,3 @@ def _leaves(context: Context) -> str:
     cause = context.cause or "the block may be compiled alone"
     cure = context.cure or "compile the whole model with its loss, or set padded_outputs='zero'"
     return f"its padded output leaves the graph ({cause}); {cure}"
-
-
-

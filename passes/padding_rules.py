@@ -1,7 +1,7 @@
 """Row-wise operators: which rows of its inputs a node needs, and the same node on packed rows.
 
-A rule takes a node and the layout of its output and answers `RowWise`, or None where the operator mixes
-rows. What has no rule mixes rows: that is the sound default.
+A rule takes a node and the layout of its output and answers `RowWise`, or None where the operator
+mixes rows. What has no rule mixes rows: that is the sound default.
 """
 
 from __future__ import annotations
@@ -67,16 +67,17 @@ def row_wise(n: Node, layout: Layout) -> RowWise | None:
     return _pointwise(n, layout) if is_pointwise(n) else None
 
 
-# --- element-wise operators -------------------------------------------------------------------------
+# --- element-wise operators
+# -------------------------------------------------------------------------
 
 _ALSO_POINTWISE = {
     aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default, aten.clone.default,
     aten.contiguous.default, aten.detach.default, aten.alias.default, aten.dropout.default,
     aten.type_as.default, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self,
-    aten.where.ScalarOther, aten.where.ScalarSelf, aten.square.default, aten.feature_dropout.default,
-    aten.rsub.Scalar, aten.rsub.Tensor, aten.true_divide.Tensor, aten.__and__.Tensor, aten.__or__.Tensor,
+    aten.where.ScalarOther, aten.where.ScalarSelf, aten.square.default, aten.lerp.Tensor,
+    aten.rsub.Scalar, aten.rsub.Tensor, aten.__and__.Tensor, aten.__or__.Tensor,
     aten.binary_cross_entropy_with_logits.default, aten.log_sigmoid.default, aten.mse_loss.default,
-    aten.selu.default, aten.relu6.default, aten.clamp.default, aten.square.default, aten.lerp.Tensor,
+    aten.selu.default, aten.relu6.default, aten.clamp.default, aten.true_divide.Tensor,
 }  # fmt: skip
 
 
@@ -86,11 +87,13 @@ def is_pointwise(n: Node) -> bool:
     if n.op != "call_function" or not isinstance(t, torch._ops.OpOverload) or t._schema.is_mutable:
         return False
     if t in (aten.binary_cross_entropy_with_logits.default, aten.mse_loss.default):
-        return arguments(n)["reduction"] == 0
+        return bool(arguments(n)["reduction"] == 0)
     if t in _ALSO_POINTWISE:
         return True
     random = torch.Tag.nondeterministic_seeded in t.tags
-    return torch.Tag.pointwise in t.tags and not random and isinstance(n.meta.get("val"), torch.Tensor)
+    return (
+        torch.Tag.pointwise in t.tags and not random and isinstance(n.meta.get("val"), torch.Tensor)
+    )
 
 
 def axes_of(x: Node, layout: Layout) -> set[str]:
@@ -109,7 +112,7 @@ def _broadcasts(size: int | torch.SymInt, layout: Layout, dim: int) -> bool:
 
 
 def operand_layout(x: Node, layout: Layout, *, expanded: bool = False) -> Layout:
-    """The layout of an operand that broadcasts against ``layout``; ``expanded``: after expanding rows."""
+    """The layout of an operand that broadcasts against ``layout``; ``expanded``: its rows too."""
     sizes = x.meta["val"].shape
     offset = 0 if expanded else layout.rank - len(sizes)
     dims = []
@@ -142,13 +145,13 @@ def _pointwise(n: Node, layout: Layout) -> RowWise | None:
             return packed.get(x, rows[x]) if x in rows else aligned(edit, packed, x, layout)
 
         args, kwargs = map_arg((n.args, n.kwargs), operand)
-        return edit(n.target, *args, **kwargs)  # type: ignore[arg-type]
+        return edit(n.target, *args, **kwargs)
 
     return RowWise(rows, emit)
 
 
 def aligned(edit: Editor, packed: Packed, x: Node, layout: Layout) -> Node:
-    """An operand without rows, or with one of the two axes, made to broadcast against packed rows."""
+    """An operand with no or one row axis, made to broadcast against packed rows."""
     sizes = list(x.meta["val"].shape)
     offset = layout.rank - len(sizes)
     if axes_of(x, layout):
@@ -170,12 +173,13 @@ def _size(dim: tuple[Factor, ...]) -> Any:
     return expr(out) if isinstance(out, int) else out
 
 
-# --- views ------------------------------------------------------------------------------------------
+# --- views ------------------------------------------------------------------------------------
 
 
 @rule(
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
-    aten.unflatten.int, aten.squeeze.dim, aten.squeeze.default, aten.squeeze.dims, aten.unsqueeze.default,
+    aten.unflatten.int, aten.squeeze.dim, aten.squeeze.default, aten.squeeze.dims,
+    aten.unsqueeze.default,
 )  # fmt: skip
 def _reshape(n: Node, layout: Layout) -> RowWise | None:
     x: Any = n.args[0]
@@ -190,7 +194,14 @@ def _reshape(n: Node, layout: Layout) -> RowWise | None:
     return RowWise({x: source}, emit)
 
 
-@rule(aten.transpose.int, aten.permute.default, aten.t.default, aten.mT.default, aten.movedim.int, aten.swapaxes.default)
+@rule(
+    aten.transpose.int,
+    aten.permute.default,
+    aten.t.default,
+    aten.mT.default,
+    aten.movedim.int,
+    aten.swapaxes.default,
+)
 def _permute(n: Node, layout: Layout) -> RowWise | None:
     x: Any = n.args[0]
     order = permutation(n)
@@ -200,7 +211,10 @@ def _permute(n: Node, layout: Layout) -> RowWise | None:
 
     def emit(edit: Editor, packed: Packed) -> Node:
         y = packed.get(x, source)
-        keep = [0, *(source.packed_dim(i) for i in order if any(f.axis == "o" for f in source.dims[i]))]
+        keep = [
+            0,
+            *(source.packed_dim(i) for i in order if any(f.axis == "o" for f in source.dims[i])),
+        ]
         return y if keep == list(range(len(keep))) else edit(aten.permute.default, y, keep)
 
     return RowWise({x: source}, emit)
@@ -248,10 +262,10 @@ def _expand(n: Node, layout: Layout) -> RowWise | None:
 
 @rule(aten.select.int)
 def _select(n: Node, layout: Layout) -> RowWise | None:
-    x, dim, index = n.args[:3]
-    assert isinstance(x, Node)
+    args: Any = n.args
+    x, dim, index = args[:3]
     rank = x.meta["val"].dim()
-    dim = int(dim) % rank  # type: ignore[arg-type]
+    dim = dim % rank
     source = layout.inserted(dim).with_dim(dim, (other(x.meta["val"].shape[dim]),))
 
     def emit(edit: Editor, packed: Packed) -> Node:
@@ -273,19 +287,32 @@ def _slice(n: Node, layout: Layout) -> RowWise | None:
 
     def emit(edit: Editor, packed: Packed) -> Node:
         y = packed.get(x, source)
-        return edit(aten.slice.Tensor, y, source.packed_dim(dim), given["start"], given["end"], given["step"])
+        return edit(
+            aten.slice.Tensor,
+            y,
+            source.packed_dim(dim),
+            given["start"],
+            given["end"],
+            given["step"],
+        )
 
     return RowWise({x: source}, emit)
 
 
-_SPLITS = (aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes, aten.unbind.int)
+_SPLITS = (
+    aten.chunk.default,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.split.sizes,
+    aten.unbind.int,
+)
 
 
 @rule(operator.getitem)
 def _getitem(n: Node, layout: Layout) -> RowWise | None:
     """One part of a chunk, split or unbind; the splitting node itself is skipped over."""
-    whole, part = n.args
-    assert isinstance(whole, Node)
+    args: Any = n.args
+    whole, part = args
     if whole.target not in _SPLITS:
         return None
     x: Any = whole.args[0]
@@ -297,7 +324,7 @@ def _getitem(n: Node, layout: Layout) -> RowWise | None:
     source = layout.inserted(dim).with_dim(dim, size) if unbind else layout.with_dim(dim, size)
     if not unbind and not layout.is_other(dim):
         return None
-    sizes = [1 if unbind else v.shape[dim] for v in whole.meta["val"]]
+    sizes: list[Any] = [1 if unbind else v.shape[dim] for v in whole.meta["val"]]
     if not all(isinstance(s, int) for s in sizes):
         return None
 
@@ -305,8 +332,8 @@ def _getitem(n: Node, layout: Layout) -> RowWise | None:
         y, d = packed.get(x, source), source.packed_dim(dim)
         if unbind:
             return edit(aten.select.int, y, d, part)
-        start = sum(sizes[: int(part)])  # type: ignore[arg-type]
-        return edit(aten.slice.Tensor, y, d, start, start + sizes[int(part)])  # type: ignore[arg-type]
+        start = sum(sizes[:part])
+        return edit(aten.slice.Tensor, y, d, start, start + sizes[part])
 
     return RowWise({x: source}, emit)
 
@@ -320,12 +347,16 @@ def _cat(n: Node, layout: Layout) -> RowWise | None:
         return None
     rows: dict[Node, Layout] = {}
     for x in tensors:
-        source = layout.removed(dim) if stack else layout.with_dim(dim, (other(x.meta["val"].shape[dim]),))
+        source = (
+            layout.removed(dim)
+            if stack
+            else layout.with_dim(dim, (other(x.meta["val"].shape[dim]),))
+        )
         if rows.setdefault(x, source) != source:
             return None
 
     def emit(edit: Editor, packed: Packed) -> Node:
         parts = [packed.get(x, rows[x]) for x in tensors]
-        return edit(n.target, parts, layout.packed_dim(dim))  # type: ignore[arg-type]
+        return edit(n.target, parts, layout.packed_dim(dim))
 
     return RowWise(rows, emit)

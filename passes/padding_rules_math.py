@@ -1,4 +1,6 @@
-"""Row-wise rules of operators that compute over the features of a row: products, norms, reductions, lookups."""
+"""Row-wise rules of operators that compute over the features of a row: products, norms,
+reductions, lookups.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def _features(n: Node, x: Node, layout: Layout, emit_args: Any) -> RowWise | Non
     source = layout.with_dim(last, (other(x.meta["val"].shape[-1]),))
 
     def emit(edit: Editor, packed: Packed) -> Node:
-        return edit(n.target, *emit_args(packed.get(x, source)), **n.kwargs)  # type: ignore[arg-type]
+        return edit(n.target, *emit_args(packed.get(x, source)), **n.kwargs)
 
     return RowWise({x: source}, emit)
 
@@ -59,7 +61,9 @@ def _matmul(n: Node, layout: Layout) -> RowWise | None:
         return _features(n, x, layout, lambda p: (p, y))
     if y.meta["val"].dim() == 1:  # [.., K] @ [K]
         source = Layout((*layout.dims, (other(x.meta["val"].shape[-1]),)))
-        return RowWise({x: source}, lambda edit, packed: edit(aten.matmul.default, packed.get(x, source), y))
+        return RowWise(
+            {x: source}, lambda edit, packed: edit(aten.matmul.default, packed.get(x, source), y)
+        )
     if not (layout.is_other(layout.rank - 1) and layout.is_other(layout.rank - 2)):
         return None
     rows: dict[Node, Layout] = {}
@@ -80,12 +84,12 @@ def _matmul(n: Node, layout: Layout) -> RowWise | None:
 @rule(aten.layer_norm.default, aten.rms_norm.default)
 def _norm(n: Node, layout: Layout) -> RowWise | None:
     x, shape, *rest = n.args
-    assert isinstance(x, Node)
-    if not all(layout.is_other(i) for i in range(layout.rank - len(shape), layout.rank)):  # type: ignore[arg-type]
+    assert isinstance(x, Node) and isinstance(shape, (list, tuple))
+    if not all(layout.is_other(i) for i in range(layout.rank - len(shape), layout.rank)):
         return None
 
     def emit(edit: Editor, packed: Packed) -> Node:
-        return edit(n.target, packed.get(x, layout), shape, *rest, **n.kwargs)  # type: ignore[arg-type]
+        return edit(n.target, packed.get(x, layout), shape, *rest, **n.kwargs)
 
     return RowWise({x: layout}, emit)
 
@@ -101,15 +105,15 @@ def _along(n: Node, layout: Layout) -> RowWise | None:
 
     def emit(edit: Editor, packed: Packed) -> Node:
         rest = n.args[2:]
-        return edit(n.target, packed.get(x, source), layout.packed_dim(dim), *rest, **n.kwargs)  # type: ignore[arg-type]
+        return edit(n.target, packed.get(x, source), layout.packed_dim(dim), *rest, **n.kwargs)
 
     return RowWise({x: source}, emit)
 
 
 @rule(
-    aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.any.dim, aten.all.dim,
-    aten.linalg_vector_norm.default, aten.logsumexp.default, aten.argmax.default, aten.prod.dim_int,
-    aten.norm.ScalarOpt_dim, aten.var.correction, aten.std.correction,
+    aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.any.dim,
+    aten.all.dim, aten.linalg_vector_norm.default, aten.logsumexp.default,
+    aten.argmax.default, aten.prod.dim_int, aten.norm.ScalarOpt_dim, aten.var.correction, aten.std.correction,
 )  # fmt: skip
 def _reduce(n: Node, layout: Layout) -> RowWise | None:
     """Sums over features; over rows it would mix them."""
@@ -132,7 +136,7 @@ def _reduce(n: Node, layout: Layout) -> RowWise | None:
         replaced["dim"] = mapped if isinstance(dims, (list, tuple)) else mapped[0]
         names = [a for a in n.target._schema.arguments]  # type: ignore[union-attr]
         args = [replaced[a.name] for a in names if not a.kwarg_only]
-        return edit(n.target, *args, **{a.name: replaced[a.name] for a in names if a.kwarg_only})  # type: ignore[arg-type]
+        return edit(n.target, *args, **{a.name: replaced[a.name] for a in names if a.kwarg_only})
 
     return RowWise({x: source}, emit)
 
@@ -147,20 +151,23 @@ def _embedding(n: Node, layout: Layout) -> RowWise | None:
 
     def emit(edit: Editor, packed: Packed) -> Node:
         rest = n.args[2:]
-        return edit(n.target, given["weight"], packed.get(index, source), *rest, **n.kwargs)  # type: ignore[arg-type]
+        return edit(n.target, given["weight"], packed.get(index, source), *rest, **n.kwargs)
 
     return RowWise({index: source}, emit)
 
 
 @rule(aten.gather.default)
 def _gather(n: Node, layout: Layout) -> RowWise | None:
-    x, dim, index = n.args[:3]
-    assert isinstance(x, Node) and isinstance(index, Node)
-    d = int(dim) % layout.rank  # type: ignore[arg-type]
+    args: Any = n.args
+    x, dim, index = args[:3]
+    d = dim % layout.rank
     if not layout.is_other(d) or x is index:
         return None
     sizes = x.meta["val"].shape
-    if any(not layout.is_other(i) and str(sizes[i]) != str(index.meta["val"].shape[i]) for i in range(layout.rank)):
+    if any(
+        not layout.is_other(i) and str(sizes[i]) != str(index.meta["val"].shape[i])
+        for i in range(layout.rank)
+    ):
         return None
     source = layout
     for i in range(layout.rank):
@@ -168,7 +175,9 @@ def _gather(n: Node, layout: Layout) -> RowWise | None:
             source = source.with_dim(i, (other(sizes[i]),))
 
     def emit(edit: Editor, packed: Packed) -> Node:
-        return edit(n.target, packed.get(x, source), layout.packed_dim(d), packed.get(index, layout))  # type: ignore[arg-type]
+        return edit(
+            n.target, packed.get(x, source), layout.packed_dim(d), packed.get(index, layout)
+        )
 
     return RowWise({x: source, index: layout}, emit)
 
@@ -176,7 +185,8 @@ def _gather(n: Node, layout: Layout) -> RowWise | None:
 @rule(aten.einsum.default)
 def _einsum(n: Node, layout: Layout) -> RowWise | None:
     """Operands hold both row axes under the output's letters, or neither."""
-    equation, operands = str(n.args[0]).replace(" ", ""), list(n.args[1])  # type: ignore[arg-type]
+    args: Any = n.args
+    equation, operands = args[0].replace(" ", ""), list(args[1])
     if "->" not in equation or "." in equation or any(len(d) != 1 for d in layout.dims):
         return None
     ins, out = equation.split("->")
@@ -215,6 +225,6 @@ def _cross_entropy(n: Node, layout: Layout) -> RowWise | None:
 
     def emit(edit: Editor, packed: Packed) -> Node:
         args = (given["weight"], 0, given["ignore_index"], given["label_smoothing"])
-        return edit(n.target, packed.get(logits, source), packed.get(target, layout), *args)  # type: ignore[arg-type]
+        return edit(n.target, packed.get(logits, source), packed.get(target, layout), *args)
 
     return RowWise({logits: source, target: layout}, emit)

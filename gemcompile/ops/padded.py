@@ -1,12 +1,14 @@
 """``gem::padded_attention``: attention over [B, L, H, D], what FuseAttention writes into graphs.
 
 It is composite: AOTAutograd decomposes it into reshapes around ``gem::jagged_attention``, whose
-offsets are then regular. EliminatePadding may replace it by a truly jagged call before that.
+offsets are then regular, or into torch's own fused attention where that is as good.
+EliminatePadding may replace it by a truly jagged call before that.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 EMPTY_ROWS = ("zero", "mean", "assume")
@@ -50,7 +52,57 @@ def padded_attention(
     """
     if empty not in EMPTY_ROWS:
         raise ValueError(f"empty must be one of {EMPTY_ROWS}, not {empty!r}")
-    (batch, lq, heads), lk = q.shape[:3], k.shape[1]
+    if (
+        q.is_cuda
+        and activation == "softmax"
+        and bias is None
+        and out_scale is None
+        and not dropout_p
+    ):
+        out = _torch_attention(q, k, v, key_mask, scale, causal)
+    else:
+        out = _regular_jagged(
+            q, k, v, key_mask, bias, out_scale, dropout_seed, activation, scale, causal, dropout_p
+        )
+    if empty != "mean" or activation != "softmax" or key_mask is None:
+        return out
+    mean = v.mean(1, keepdim=True).repeat_interleave(q.shape[2] // k.shape[2], 2)
+    if out_scale is not None:
+        mean = (mean * out_scale[..., None, None]).to(out.dtype)
+    return out.where(~_sees_nothing(key_mask, causal)[..., None, None], mean)
+
+
+def _torch_attention(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float, causal: bool
+) -> Tensor:
+    """torch's own fused attention: on padded rows nothing is saved by a kernel that skips them."""
+    mask = None if key_mask is None else key_mask[:, None, None, :]
+    if mask is not None and causal:
+        mask = mask & torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if k.shape[1] != q.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    out = F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=causal and mask is None, scale=scale
+    )
+    return out.transpose(1, 2)
+
+
+def _regular_jagged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    bias: Tensor | None,
+    out_scale: Tensor | None,
+    dropout_seed: Tensor | None,
+    activation: str,
+    scale: float,
+    causal: bool,
+    dropout_p: float,
+) -> Tensor:
+    """The jagged kernels on sequences that all have the full length."""
+    (batch, lq), lk = q.shape[:2], k.shape[1]
     packed, _ = torch.ops.gem.jagged_attention(
         q.flatten(0, 1),
         k.flatten(0, 1),
@@ -71,12 +123,7 @@ def padded_attention(
         lk,
     )
     out: Tensor = packed.unflatten(0, (batch, lq))
-    if empty != "mean" or activation != "softmax" or key_mask is None:
-        return out
-    mean = v.mean(1, keepdim=True).repeat_interleave(heads // k.shape[2], 2)
-    if out_scale is not None:
-        mean = (mean * out_scale[..., None, None]).to(out.dtype)
-    return out.where(~_sees_nothing(key_mask, causal)[..., None, None], mean)
+    return out
 
 
 def _regular_offsets(batch: int, length: int, device: torch.device) -> Tensor:
