@@ -1,0 +1,152 @@
+"""FuseAttention: every spelling of attention becomes ``gem::padded_attention``, or is declined with a reason.
+
+The pass starts at the product with v and walks up to q k^T. What it proves is in a `Match`
+(attention_match.py), how it walks in attention_walk.py, what masks mean in masks.py, which axis is
+which in axes.py, and how the op is written in attention_rewrite.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from gemcompile.graph import target_name
+from gemcompile.pass_manager import Context, Pass
+from gemcompile.report import source_line
+
+from .attention_arrange import Sizes
+from .attention_match import Declined, Match
+from .attention_mutation import erase_unread_mutations, reads_tainted, tainted
+from .attention_rewrite import MaskCache, Plan, assumption, plan, rewrite
+from .attention_walk import Scores, match_contraction, match_sdpa
+from .contractions import contraction
+
+aten = torch.ops.aten
+
+
+class FuseAttention(Pass):
+    """Rewrites attention to one op; the next passes pack it and kernels run it."""
+
+    after = ("Canonicalize",)
+    before = ("FuseRotary", "EliminatePadding")
+
+    def run(self, gm: GraphModule, context: Context) -> int:
+        """Rewrite every proven site; report each site, rewritten or declined."""
+        gm.graph.eliminate_dead_code()
+        graph = _Surroundings(gm.graph)
+        scores = Scores(_parameters(gm.graph, context))
+        sizes, cache = Sizes(gm.graph), MaskCache(gm)
+        changes = 0
+        for node in list(gm.graph.nodes):
+            try:
+                match = _match(node, scores)
+                if match is None:
+                    continue
+                graph.check(match)
+                site = plan(match, context.options.strict)
+            except Declined as reason:
+                where = node
+                context.report.add("attention", "declined", target_name(node), str(reason), where)
+                continue
+            rewrite(gm, site, sizes, cache)
+            _erase(gm.graph, match)
+            _report(context, site)
+            changes += 1
+        if changes:
+            erase_unread_mutations(gm.graph)
+        return changes
+
+
+def _match(node: Node, scores: Scores) -> Match | None:
+    if node.op != "call_function":
+        return None
+    if node.target is aten.scaled_dot_product_attention.default:
+        return match_sdpa(node)
+    if str(node.target) in ("flex_attention", "flex_attention_backward"):
+        raise Declined("flex_attention is a fused kernel already, with its mask in a program of its own")
+    return match_contraction(node, scores)
+
+
+def _parameters(graph: Graph, context: Context) -> set[Node]:
+    """Inputs and attributes that are parameters of the model."""
+    inputs = graph.find_nodes(op="placeholder")
+    found = {
+        node
+        for node, x in zip(inputs, context.example_inputs)
+        if isinstance(x, torch.nn.Parameter)
+    }
+    for node in graph.find_nodes(op="get_attr"):
+        owner = graph.owning_module
+        if isinstance(getattr(owner, str(node.target), None), torch.nn.Parameter):
+            found.add(node)
+    return found
+
+
+class _Surroundings:
+    """What must hold around a match: one autocast and grad mode, no other readers, no mutation."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.tainted = tainted(graph)
+        self.mode: dict[Node, int] = {}
+        mode = 0
+        for node in graph.nodes:
+            mode += _changes_mode(node)
+            self.mode[node] = mode
+
+    def check(self, match: Match) -> None:
+        """Raise Declined where the surroundings forbid the rewrite."""
+        inside = {match.node, *match.interior}
+        if len({self.mode.get(n, -1) for n in inside}) > 1:
+            raise Declined("autocast or grad mode changes between the scores and the output")
+        if len({n.meta.get("ac_graph_id") for n in inside}) > 1:
+            raise Declined("it reaches across the border of an activation checkpoint")
+        self._check_readers(match, inside)
+        operands = [n for x in (match.q, match.k, match.v) for n, _ in x.places]
+        shared = next((n for n in operands if reads_tainted([n], self.tainted, 1)), None)
+        if shared or reads_tainted(match.mask_nodes, self.tainted):
+            raise Declined("a tensor that it reads is changed in place")
+
+    def _check_readers(self, match: Match, inside: set[Node]) -> None:
+        weights = True
+        for node in match.interior:
+            for user in node.users:
+                if user not in inside:
+                    what = "weights" if weights else "scores"
+                    place = source_line(user)
+                    reader = target_name(user) + (f" at {place}" if place else "")
+                    if user.op == "output":
+                        reader = "the caller"
+                    raise Declined(f"the attention {what} are also used by {reader}")
+            weights = weights and contraction(node) is None
+
+
+def _changes_mode(node: Node) -> bool:
+    name = getattr(node.target, "__name__", "")
+    return name in ("_enter_autocast", "_exit_autocast", "_set_grad_enabled")
+
+
+def _erase(graph: Graph, match: Match) -> None:
+    """Remove the nodes of a match, dropout and in-place operators among them."""
+    stack = [match.node, *match.interior]
+    stack += [u for u in list(match.node.users)]
+    doomed = set(stack)
+    for node in sorted(doomed, reverse=True):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _report(context: Context, site: Plan) -> None:
+    masks, match = site.before, site.match
+    reason = f"assuming that {assumption(masks)}" if site.empty == "assume" else ""
+    context.report.add(
+        "attention",
+        "rewritten",
+        f"gem.padded_attention({match.activation})",
+        reason,
+        match.node,
+        causal=masks.causal,
+        key_mask=bool(masks.keys),
+        query_mask=bool(masks.rows or site.after.rows),
+        bias=bool(match.biases or masks.dense),
+        dropout_p=match.dropout_p,
+    )

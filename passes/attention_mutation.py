@@ -1,0 +1,107 @@
+"""In-place operators: which tensors a matcher must not read as if they were values."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch.fx import Graph, Node
+
+from .axes import is_view
+
+aten = torch.ops.aten
+
+# Besides plain views: operators whose result may share memory with their first argument.
+_ALIASES = {
+    aten.select.int, aten.narrow.default, aten.as_strided.default, aten.detach.default,
+    aten.detach_.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.chunk.default,
+    aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.type_as.default,
+    aten.diagonal.default, aten.unfold.default, aten.view.dtype, operator.getitem,
+}  # fmt: skip
+
+
+def mutated_argument(node: Node) -> Node | None:
+    """The tensor that an in-place operator (``masked_fill_``, ``add_``) changes, else None."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    if not node.target._schema.is_mutable or node.target is aten.detach_.default:
+        return None
+    first = node.args[0] if node.args else None
+    return first if isinstance(first, Node) else None
+
+
+def functional(node: Node) -> object:
+    """The operator of a call, an in-place one as its functional twin (``add_`` as ``add``)."""
+    if mutated_argument(node) is None:
+        return node.target
+    assert isinstance(node.target, torch._ops.OpOverload)
+    name, overload = node.target._schema.name.split("::")[1], node.target._overloadname
+    twin = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
+    return getattr(twin, overload, node.target)
+
+
+def _shares_memory_with(node: Node) -> Node | None:
+    """The argument whose memory a call's result may be."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+        return None
+    if node.target is aten.clone.default:
+        return None
+    shares = is_view(node) or node.target in _ALIASES or mutated_argument(node) is not None
+    return node.args[0] if shares else None
+
+
+def root(node: Node) -> Node:
+    """The node whose memory ``node`` may share."""
+    while (source := _shares_memory_with(node)) is not None:
+        node = source
+    return node
+
+
+def is_private(node: Node) -> bool:
+    """A value made in this graph that only one node looks at, through whatever views."""
+    while node.op == "call_function" and len(node.users) <= 1:
+        source = _shares_memory_with(node)
+        if source is None:
+            return True
+        node = source
+    return False
+
+
+def tainted(graph: Graph) -> set[Node]:
+    """Roots of memory that is changed in place while other nodes may still look at it.
+
+    A change of a private value is as good as a new value: the tracer lets later nodes read the
+    in-place operator's result.
+    """
+    changed = (mutated_argument(node) for node in graph.nodes)
+    return {root(x) for x in changed if x is not None and not is_private(x)}
+
+
+def reads_tainted(nodes: Iterable[Node], changed: set[Node], limit: int = 2000) -> Node | None:
+    """The first of the nodes or their ancestors that shares memory with a changed root.
+
+    Past ``limit`` ancestors nothing is proven, and the node reached last is named.
+    """
+    seen: set[Node] = set()
+    stack = list(nodes) if changed else []
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if root(node) in changed or len(seen) > limit:
+            return node
+        stack += node.all_input_nodes
+    return None
+
+
+def erase_unread_mutations(graph: Graph) -> None:
+    """Remove in-place operators on private values whose result nobody reads.
+
+    Dead-code removal keeps them, as it must assume that somebody else sees the change.
+    """
+    for node in reversed(list(graph.nodes)):
+        target = mutated_argument(node)
+        if target is not None and not node.users and is_private(target):
+            graph.erase_node(node)

@@ -1,0 +1,433 @@
+"""A match written as ``gem::padded_attention`` and the few nodes around it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import Argument
+
+from gemcompile.graph import Editor, shape, value
+
+from .attention_arrange import Arranger, Sizes, destination, plain
+from .attention_match import Declined, Factor, Groups, Match, groups
+from .axes import Axis, Label, axes_of, same, settle
+from .masks import Addend, Band, Leaf, Literal, Literals
+
+aten = torch.ops.aten
+
+# A dense mask becomes a bias. Softmax swallows any score beside this fill, and it stays finite.
+_SOFTMAX_FILL, _ELEMENTWISE_FILL = -1e30, -1e4
+LARGEST_HEAD = 256
+
+
+@dataclass
+class Masks:
+    """The literals of a site, sorted by what they run along."""
+
+    keys: list[Leaf] = field(default_factory=list)
+    rows: list[Leaf] = field(default_factory=list)
+    dense: list[Literal] = field(default_factory=list)
+    causal: bool = False
+
+    @property
+    def some(self) -> bool:
+        """There is a literal that may hide every key of a row."""
+        return bool(self.keys or self.rows or self.dense)
+
+
+@dataclass
+class Plan:
+    """A match for which everything is decided, before any node is written."""
+
+    match: Match
+    groups: Groups
+    dtype: torch.dtype
+    before: Masks
+    after: Masks
+    empty: str  # what a row without a visible key gives: "zero", "mean", "assume"
+
+
+# --- Deciding. ---------------------------------------------------------------------------------
+
+
+def plan(match: Match, strict: bool) -> Plan:
+    """Check that the op can say what the match says.
+
+    Raises:
+        Declined: it cannot.
+    """
+    g = groups(match)
+    depth, width = (math.prod(a.size for a in label) for label in (g.d, g.dv))
+    for size in (depth, width):
+        if size.is_number and size > LARGEST_HEAD:
+            raise Declined(f"head dimension {size} is larger than {LARGEST_HEAD}")
+    pre = {x.key(): x for m in match.hidden for x in m.literals}
+    post = {x.key(): x for x in match.kept}
+    if match.softmax:
+        before, after = _sorted(pre, g), _sorted(post, g)
+        unseen = [x for x in (*after.keys, *after.dense) if x.key() not in pre]
+        if unseen or after.causal and not before.causal:
+            raise Declined("keys are masked after the softmax but not before it")
+        # A row that is zeroed in the end needs no other value.
+        before.rows = [x for x in before.rows if x.key() not in post]
+    else:
+        before, after = _sorted(pre | post, g), Masks()
+    empty = _empty(match, before, set(post) >= set(pre))
+    _check_biases(match, g, before)
+    if empty == "assume":
+        if before.rows:
+            raise Declined("the additive mask hides whole queries, where softmax then ignores it")
+        if strict:
+            raise Declined(f"it is not proven that {assumption(before)}, and strict=True")
+    return Plan(match, g, _dtype(match), before, after, empty)
+
+
+def assumption(masks: Masks) -> str:
+    """What has to hold where an additive finite mask stands for a real one."""
+    narrow = masks.causal or masks.dense
+    return "every query sees a valid key" if narrow else "every sequence has a valid key"
+
+
+def _sorted(literals: dict[Any, Literal], g: Groups) -> Masks:
+    masks = Masks()
+    for x in literals.values():
+        if isinstance(x, Band):
+            _sort_band(x, g, masks)
+            continue
+        axes = axes_of(x.labels)
+        if not axes <= {*g.b, *g.h, *g.q, *g.k}:
+            raise Declined("the mask varies along an axis that the scores do not have")
+        if not axes & set(g.k):
+            masks.rows.append(x)
+        elif axes & {*g.h, *g.q}:
+            masks.dense.append(x)
+        else:
+            masks.keys.append(x)
+    if masks.dense and _is_full([axes_of(x.labels) for x in masks.dense if isinstance(x, Leaf)], g):
+        raise Declined("the mask is as large as the scores")
+    return masks
+
+
+def _sort_band(band: Band, g: Groups, masks: Masks) -> None:
+    ends = settle(band.row), settle(band.column)
+    if ends == (g.q, g.k) and band.offset == 0 and same(_size(g.q), _size(g.k)):
+        masks.causal = True
+    elif ends in ((g.q, g.k), (g.k, g.q)):
+        masks.dense.append(band)
+    else:
+        raise Declined("positions are compared along axes that are not queries and keys")
+
+
+def _size(label: Label) -> Any:
+    return math.prod(a.size for a in label)
+
+
+def _is_full(varying: list[set[Axis]], g: Groups) -> bool:
+    """A sum of tensors that vary along these axes has as many elements as the scores."""
+    union = {a for axes in varying for a in axes}
+    return all(a in union or a.unit for a in (*g.b, *g.h, *g.q, *g.k))
+
+
+def _check_biases(match: Match, g: Groups, before: Masks) -> None:
+    varying = [axes_of(b.labels) for b in match.biases]
+    for axes in varying:
+        if not axes <= {*g.b, *g.h, *g.q, *g.k}:
+            raise Declined("the bias varies along an axis that the scores do not have")
+    bands = [{*g.q, *g.k} for x in before.dense if isinstance(x, Band)]
+    leaves = [axes_of(x.labels) for x in before.dense if isinstance(x, Leaf)]
+    if match.biases and _is_full(varying + leaves + bands, g):
+        raise Declined("the bias is as large as the scores")
+    if before.dense and match.activation in ("leaky_relu", "identity"):
+        raise Declined(f"a mask over queries and keys cannot be a bias before {match.activation}")
+
+
+def _empty(match: Match, before: Masks, zeroed: bool) -> str:
+    """What rows without a visible key give."""
+    if not match.softmax or not before.some or zeroed:
+        return "zero"
+    fills = {m.fill for m in match.hidden if m.literals}
+    if fills == {-math.inf}:
+        return "zero"
+    one = len(fills) == 1 and all(m.uniform for m in match.hidden)
+    return "mean" if one else "assume"
+
+
+def _dtype(match: Match) -> torch.dtype:
+    """The type to compute in: that of q k^T and of the output, the wider of the two.
+
+    Where q and k are merely widened for the product, their own type serves: kernels sum in float32.
+    """
+    out: torch.dtype = value(match.node).dtype
+    if match.q.dtype == match.k.dtype == out:
+        return out
+    return torch.promote_types(match.score_dtype, out)
+
+
+# --- Writing. ----------------------------------------------------------------------------------
+
+
+class MaskCache:
+    """[B, L] bool masks made once for all layers of a graph."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
+        self._made: dict[Any, Node] = {}
+
+    def negated(self, leaf: Leaf) -> Node:
+        """The leaf's tensor as bool, True where visible."""
+        node = leaf.node
+        if value(node).dtype is torch.bool:
+            if leaf.want:
+                return node
+            for user in node.users:
+                if user.target in (aten.bitwise_not.default, aten.logical_not.default):
+                    return user
+            return self.make(("not", node), node, aten.bitwise_not.default, node)
+        op = aten.ne.Scalar if leaf.want else aten.eq.Scalar
+        return self.make((op, node), node, op, node, 0)
+
+    def make(self, key: Any, after: Node, op: Any, *args: Argument) -> Node:
+        """One node right after ``after``, the same for equal keys."""
+        if key not in self._made:
+            self._made[key] = self.editor(after)(op, *args)
+        return self._made[key]
+
+    def remember(self, key: Any, make: Any) -> Node:
+        """The node made for this key, made now if need be."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def editor(self, after: Node) -> Editor:
+        """New nodes go right after ``after``, or after the inputs where it is one."""
+        place = after.next
+        while place.op == "placeholder":
+            place = place.next
+        return Editor(self.gm, like=after, before=place)
+
+
+def rewrite(gm: GraphModule, site: Plan, sizes: Sizes, cache: MaskCache) -> Node:
+    """Put the op in the graph and let the users of the match read it. Returns the op's node."""
+    return _Writer(gm, site, sizes, cache).write()
+
+
+class _Writer:
+    def __init__(self, gm: GraphModule, site: Plan, sizes: Sizes, cache: MaskCache) -> None:
+        self.site, self.match, self.g, self.cache = site, site.match, site.groups, cache
+        self.sizes = sizes
+        self.gm = gm
+        self.edit = Editor(gm, like=self.match.node)
+        ends = [x.places[-1][0] for x in (self.match.q, self.match.k, self.match.v)]
+        firsts = [x.places[0][0] for x in (self.match.q, self.match.k, self.match.v)]
+        self.arrange = Arranger(self.edit, sizes, ends + firsts)
+
+    def write(self) -> Node:
+        match, g, site = self.match, self.g, self.site
+        q = self._query()
+        k = self._cast(self.arrange.pick(match.k.places, (g.b, g.k, g.kv_h, g.d)))
+        v = self._cast(self.arrange.pick(match.v.places, (g.b, g.k, g.kv_h, g.dv)))
+        key_mask = self._key_mask()
+        by_hand = bool(site.before.dense) and match.softmax and site.empty != "assume"
+        op = self.edit(
+            torch.ops.gem.padded_attention.default,
+            q,
+            k,
+            v,
+            key_mask,
+            self._bias(),
+            self._out_scale(q),
+            self._seed(),
+            match.activation,
+            float(match.scale),
+            site.before.causal,
+            "assume" if by_hand else site.empty,
+            match.dropout_p,
+        )
+        out = op
+        if by_hand:
+            out = self._where(self._row_sees_something(key_mask), out, v)
+        for leaf in site.before.rows:
+            out = self._where(self._row_mask(leaf), out, v)
+        for leaf in site.after.rows:
+            out = self.edit(aten.where.ScalarOther, self._row_mask(leaf), out, 0)
+        self._replace(self._row_scaled(out))
+        return op
+
+    def _cast(self, x: Node) -> Node:
+        dtype = self.site.dtype
+        return x if value(x).dtype is dtype else self.edit(aten.to.dtype, x, dtype)
+
+    def _query(self) -> Node:
+        g = self.g
+        q = self._cast(self.arrange.pick(self.match.q.places, (g.b, g.q, g.h, g.d)))
+        for f in self.match.query_factors:
+            q = self._scaled(q, f)
+        return q
+
+    def _scaled(self, x: Node, f: Factor) -> Node:
+        """x [b, q, h, d] times a tensor that varies along some of b, q, h."""
+        g = self.g
+        by = f.node
+        if isinstance(value(by), torch.Tensor):
+            by = self.arrange(by, f.labels, (g.b, g.q, g.h, ()), expand=False)
+        op = aten.div.Tensor if f.divide else aten.mul.Tensor
+        dtype = value(x).dtype
+        scaled = self.edit(op, x, by)
+        return scaled if value(scaled).dtype is dtype else self.edit(aten.to.dtype, scaled, dtype)
+
+    # --- Masks. ---
+
+    def _key_mask(self) -> Node | None:
+        leaves = sorted(self.site.before.keys, key=lambda x: x.node.name)
+        masks = [self._one_key_mask(leaf) for leaf in leaves]
+        if not masks:
+            return None
+        both = masks[0]
+        for m in masks[1:]:
+            later = max(both, m)
+            both = self.cache.make(("and", both, m), later, aten.bitwise_and.Tensor, both, m)
+        return both
+
+    def _one_key_mask(self, leaf: Leaf) -> Node:
+        target = (self.g.b, self.g.k)
+        known = (leaf.node, leaf.want, plain(leaf.labels), plain(target))
+        # Axes are made anew for every site: what repeats is their place in the target.
+        order = {a: i for i, a in enumerate(a for label in plain(target) for a in label)}
+        key = (leaf.node, leaf.want, tuple(tuple(order[a] for a in w) for w in known[2]))
+
+        def make() -> Node:
+            mask = self.cache.negated(leaf)
+            arrange = Arranger(self.cache.editor(mask), self.sizes, [mask, *self.arrange.near])
+            return arrange(mask, leaf.labels, target)
+
+        return self.cache.remember(key, make) if plain(leaf.labels) != plain(target) else (
+            self.cache.negated(leaf)
+        )
+
+    def _row_mask(self, leaf: Leaf) -> Node:
+        g = self.g
+        return self.arrange(self.cache.negated(leaf), leaf.labels, (g.b, g.q, g.h, ()), expand=False)
+
+    def _dense(self, x: Literal) -> Node:
+        g = self.g
+        if isinstance(x, Leaf):
+            mask = self.cache.negated(x)
+            return self.arrange(mask, x.labels, (g.b, g.h, g.q, g.k), expand=False)
+        # Band(q, k): k <= q + offset. Band(k, q): q <= k + offset, that is k >= q - offset.
+        lower = settle(x.row) == g.q
+        device = value(self.match.node).device
+        lengths = [self.arrange._size(g.q), self.arrange._size(g.k)]
+        ones = self.edit(aten.ones.default, lengths, dtype=torch.bool, device=device)
+        if lower:
+            return self.edit(aten.tril.default, ones, x.offset)
+        return self.edit(aten.triu.default, ones, -x.offset)
+
+    def _all_of(self, masks: list[Node]) -> Node:
+        both = masks[0]
+        for m in masks[1:]:
+            both = self.edit(aten.bitwise_and.Tensor, both, m)
+        return both
+
+    def _row_sees_something(self, key_mask: Node | None) -> Node:
+        """bool [b, q, h, 1], or with dimensions of size 1."""
+        masks = [self._dense(x) for x in self.site.before.dense]
+        if key_mask is not None:
+            wide = self.edit(aten.unsqueeze.default, key_mask, 1)
+            masks.append(self.edit(aten.unsqueeze.default, wide, 1))
+        if self.site.before.causal:
+            masks.append(self._dense(Band(self.g.q, self.g.k, 0)))
+        seen = self.edit(aten.any.dim, self._all_of(masks), -1, True)
+        while len(shape(seen)) < 4:
+            seen = self.edit(aten.unsqueeze.default, seen, 0)
+        return self.edit(aten.permute.default, seen, [0, 2, 1, 3])
+
+    def _where(self, rows: Node, out: Node, v: Node) -> Node:
+        """Rows that see nothing: 0, or the mean of v."""
+        if self.site.empty != "mean":
+            return self.edit(aten.where.ScalarOther, rows, out, 0)
+        mean = self.edit(aten.mean.dim, v, [1], True)
+        repeats = shape(out)[2] // shape(v)[2] if self.g.kv_h != self.g.h else 1
+        if repeats != 1:
+            mean = self.edit(aten.repeat_interleave.self_int, mean, int(repeats), 2)
+        return self.edit(aten.where.self, rows, out, mean)
+
+    # --- Bias, dropout, scale. ---
+
+    def _bias(self) -> Node | None:
+        terms = [self._bias_term(b) for b in self.match.biases]
+        if self.site.before.dense:
+            terms.append(self._mask_bias(self._all_of([self._dense(x) for x in self.site.before.dense])))
+        if not terms:
+            return None
+        total = terms[0]
+        for t in terms[1:]:
+            total = self.edit(aten.add.Tensor, total, t)
+        return total
+
+    def _bias_term(self, bias: Addend) -> Node:
+        g = self.g
+        x = self.arrange(bias.node, bias.labels, (g.b, g.h, g.q, g.k), expand=False)
+        if not value(x).dtype.is_floating_point:
+            x = self.edit(aten.to.dtype, x, torch.float32)
+        return x if bias.factor == 1 else self.edit(aten.mul.Tensor, x, bias.factor)
+
+    def _mask_bias(self, mask: Node) -> Node:
+        while len(shape(mask)) < 4:
+            mask = self.edit(aten.unsqueeze.default, mask, 0)
+        fill = _SOFTMAX_FILL if self.match.softmax else _ELEMENTWISE_FILL
+        wide = torch.float64 if self.site.dtype is torch.float64 else torch.float32
+        device = value(mask).device
+        zero = self.edit(aten.full.default, [], 0.0, dtype=wide, device=device)
+        return self.edit(aten.where.ScalarOther, mask, zero, fill)
+
+    def _seed(self) -> Node | None:
+        if self.match.dropout is None:
+            return None
+        edit = Editor(self.gm, like=self.match.dropout)
+        device = value(self.match.node).device
+        return edit(aten.randint.low, 0, 2**62, [1], dtype=torch.int64, device=device)
+
+    def _out_scale(self, q: Node) -> Node | None:
+        """1/N of an element-wise activation, a float32 [1]."""
+        if self._scales_after or self.match.out_scale == 1 and not self._symbolic:
+            return None
+        device = value(q).device
+        number = self.match.out_scale
+        x = self.edit(aten.full.default, [1], number, dtype=torch.float32, device=device)
+        for f in self._symbolic:
+            op = aten.div.Tensor if f.divide else aten.mul.Tensor
+            x = self.edit(op, x, f.node)
+        return x
+
+    @property
+    def _symbolic(self) -> list[Factor]:
+        """Factors that are one number for all rows, such as 1/N."""
+        return [f for f in self.match.row_factors if not isinstance(value(f.node), torch.Tensor)]
+
+    @property
+    def _scales_after(self) -> bool:
+        # float32 would be too coarse for float64 models; softmax averages and needs no such care.
+        return self.match.softmax or self.site.dtype is torch.float64
+
+    def _row_scaled(self, out: Node) -> Node:
+        folded = [] if self._scales_after else self._symbolic
+        for f in self.match.row_factors:
+            if f not in folded:
+                out = self._scaled(out, f)
+        if self._scales_after and self.match.out_scale != 1:
+            out = self.edit(aten.mul.Tensor, out, self.match.out_scale)
+        return out
+
+    def _replace(self, out: Node) -> None:
+        g = self.g
+        canonical = (g.b, g.q, g.h, g.dv)
+        place, labels = destination(self.match.node, self.match.out, canonical)
+        new = self.arrange(out, canonical, labels)
+        dtype = value(place).dtype
+        if value(new).dtype is not dtype:
+            new = self.edit(aten.to.dtype, new, dtype)
+        place.replace_all_uses_with(new)
