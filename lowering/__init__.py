@@ -1,5 +1,12 @@
 """Kernels for the gem op set; importing this package registers them in order of preference."""
 
+from importlib.util import find_spec
+
 from . import attention_cpu, attention_cpu_blocked
 
 __all__ = ["attention_cpu", "attention_cpu_blocked"]
+
+if find_spec("triton") is not None:  # a Linux-only package; the CPU kernels do without
+    from . import attention_triton
+
+    __all__ += ["attention_triton"]

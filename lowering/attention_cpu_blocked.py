@@ -1,7 +1,7 @@
 """Attention on CPU with everything: any activation, masks, bias, dropout; in blocks of query rows.
 
-A block's scores are bounded, so they stay in the cache between the few passes over them and no tensor
-of size H * lq * lk exists. Sums are taken in float32 (float64 for float64).
+A block's scores are bounded, so they stay in the cache between the few passes over them and no
+tensor of size H * lq * lk exists. Sums are taken in float32 (float64 for float64).
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class _Batch:
         self.args = a
         self.q_offsets: list[int] = a.q_offsets.tolist()
         self.k_offsets: list[int] = a.k_offsets.tolist()
-        self.k, self.v, self.kept = a.k, a.v, None
+        self.k, self.v = a.k, a.v
+        self.kept: Tensor | None = None
         self.k_rank: Tensor | None = None  # rank in the sequence, where it is not the row's own
         self.k_positions = a.k_positions
         if a.key_mask is not None:
             original = self.k_offsets
-            self.k, self.v, kept, self.k_offsets = visible_keys(a.k, a.v, original, a.key_mask)
-            self.kept: Tensor | None = kept
-            self.k_rank = _ranks(original)[kept]
+            self.k, self.v, self.kept, self.k_offsets = visible_keys(a.k, a.v, original, a.key_mask)
+            self.k_rank = _ranks(original)[self.kept]
             if a.k_positions is not None:
-                self.k_positions = a.k_positions[kept]
+                self.k_positions = a.k_positions[self.kept]
         self.lengths = a.q_offsets.diff(), a.k_offsets.diff()  # before masking
 
     def pieces(self) -> Iterator[Piece]:
@@ -94,7 +94,7 @@ class _Block:
 
 
 class _Work:
-    """One piece in the wide type, heads first: q [G, H, lq, D], k [G, Hk, lk, D], v [G, Hk, lk, Dv]."""
+    """One piece in the wide type: q [G, H, lq, D], k [G, Hk, lk, D], v [G, Hk, lk, Dv]."""
 
     def __init__(self, batch: _Batch, piece: Piece) -> None:
         a = batch.args
@@ -183,8 +183,9 @@ def _per_group(x: Tensor, y: Tensor) -> Tensor:
     group = x.shape[1] // y.shape[1]
     if group == 1:
         return x @ y
-    merged = x.unflatten(1, (-1, group)).flatten(2, 3)
-    return (merged @ y).unflatten(2, (group, -1)).flatten(1, 2)
+    merged: Tensor = x.unflatten(1, (-1, group)).flatten(2, 3)
+    result: Tensor = (merged @ y).unflatten(2, (group, -1))
+    return result.flatten(1, 2)
 
 
 def _over_group(x: Tensor, y: Tensor, kv_heads: int) -> Tensor:

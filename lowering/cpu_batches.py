@@ -36,7 +36,8 @@ class Rows:
         if self.index is not None:
             return x[self.index]
         stop = self.start + self.count * self.length
-        return x[self.start : stop].unflatten(0, (self.count, self.length))
+        rows: Tensor = x[self.start : stop].unflatten(0, (self.count, self.length))
+        return rows
 
     def put(self, x: Tensor, values: Tensor) -> None:
         """Writes [G, length, ...] into the rows of x [rows, ...]."""

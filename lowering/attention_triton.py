@@ -1,0 +1,219 @@
+"""Jagged attention by plain Triton kernels, on CUDA and ROCm: what they support, how they launch.
+
+Pointer loads only, strides as arguments, no size that changes from batch to batch is a constant, so
+nothing recompiles between batches. Under TRITON_INTERPRET=1 the same kernels run on CPU tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from gemcompile.ops.attention_args import AttentionArgs, AttentionRequest
+from gemcompile.ops.dropout import drop_threshold, keep_scale
+from gemcompile.ops.kernels import Kernel, register
+from gemcompile.target import Target
+
+from .attention_triton_backward import key_kernel, query_kernel
+from .attention_triton_forward import forward_kernel
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Tile sizes and launch options of one kernel."""
+
+    BM: int
+    BN: int
+    num_warps: int
+    num_stages: int
+
+
+def supports(target: Target, request: AttentionRequest) -> str | None:
+    if target.device == "cpu" and not triton.knobs.runtime.interpret:
+        return "Triton runs on a CPU only under TRITON_INTERPRET=1"
+    if request.dtype not in _DTYPES:
+        return f"it computes in float16, bfloat16 and float32, not {request.dtype}"
+    if max(request.head_dim, request.value_dim) > 256:
+        return f"head dimension {max(request.head_dim, request.value_dim)} is above 256"
+    return None
+
+
+def padded_dim(dim: int) -> int:
+    """The tile's width: a power of two that matrix instructions take."""
+    return max(16, int(triton.next_power_of_2(dim)))
+
+
+def tiling(kind: str, dtype: torch.dtype, dim: int, value_dim: int, target: Target) -> Tiling:
+    """Tiles for the "forward", "query" or "key" kernel: what shared memory and registers allow."""
+    row_bytes = dtype.itemsize * max(padded_dim(dim), padded_dim(value_dim))
+    stages = 1 if target.device == "hip" else 2
+    if row_bytes <= 256:  # 16 bits up to 128, 32 bits up to 64
+        return Tiling(64, 64, 4, 3 if kind == "forward" and stages == 2 else stages)
+    if row_bytes <= 512:
+        return Tiling(64, 32, 4, stages) if kind != "key" else Tiling(32, 64, 4, stages)
+    return Tiling(32, 32, 4, 1)
+
+
+def forward(a: AttentionArgs) -> tuple[Tensor, Tensor]:
+    a = _unit_strides(a)
+    total, heads = a.q.shape[:2]
+    out = a.q.new_empty(total, heads, a.v.shape[2])
+    lse = a.q.new_empty((total, heads) if a.softmax else (0,), dtype=torch.float32)
+    tiles = tiling("forward", a.q.dtype, a.q.shape[2], a.v.shape[2], Target.of(a.q.device))
+    count, grid = _grid(a.q_offsets, a.max_q, total, heads, tiles.BM)
+    with torch.cuda.device_of(a.q):
+        forward_kernel[grid](
+            *(a.q, a.k, a.v, out, lse),
+            *_inputs(a),
+            *_strides(a.q, a.k, a.v),
+            *_bias_strides(a.bias),
+            _row_stride(a.out_scale),
+            *_numbers(a),
+            *(a.q_offsets.shape[0] - 1, count, total),
+            **_constants(a, tiles),
+        )
+    return out, lse
+
+
+def backward(
+    dout: Tensor, a: AttentionArgs, out: Tensor, lse: Tensor, bias_grad: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    a = _unit_strides(a)
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    dq, dk, dv = (
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (a.q, a.k, a.v)
+    )
+    delta = torch.empty_like(lse)
+    with torch.cuda.device_of(a.q):
+        dbias = _launch_query(dout, a, out, lse, delta, dq, bias_grad)
+        _launch_key(dout, a, lse, delta, dk, dv)
+    return dq, dk, dv, dbias
+
+
+def _launch_query(
+    dout: Tensor,
+    a: AttentionArgs,
+    out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    bias_grad: bool,
+) -> Tensor:
+    """Fills dq and delta; returns the gradient of the bias, of size [0] where none is wanted."""
+    total, heads = a.q.shape[:2]
+    wants = bias_grad and a.bias is not None
+    like = a.q if a.bias is None else a.bias
+    dbias = torch.zeros(like.shape if wants else (0,), dtype=torch.float32, device=a.q.device)
+    tiles = tiling("query", a.q.dtype, a.q.shape[2], a.v.shape[2], Target.of(a.q.device))
+    count, grid = _grid(a.q_offsets, a.max_q, total, heads, tiles.BM)
+    query_kernel[grid](
+        *(a.q, a.k, a.v, out, dout, lse, delta, dq, dbias),
+        *_inputs(a),
+        *_strides(a.q, a.k, a.v, dout),
+        *_bias_strides(a.bias),
+        *_bias_strides(dbias if wants else None),
+        _row_stride(a.out_scale),
+        *_numbers(a),
+        *(a.q_offsets.shape[0] - 1, count, total),
+        **_constants(a, tiles),
+        BIAS_GRAD=wants,
+    )
+    return dbias.to(like.dtype)
+
+
+def _launch_key(
+    dout: Tensor, a: AttentionArgs, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor
+) -> None:
+    total, kv_heads = a.k.shape[:2]
+    tiles = tiling("key", a.q.dtype, a.q.shape[2], a.v.shape[2], Target.of(a.q.device))
+    count, grid = _grid(a.k_offsets, a.max_k, total, kv_heads, tiles.BN)
+    key_kernel[grid](
+        *(a.q, a.k, a.v, dout, lse, delta, dk, dv),
+        *_inputs(a),
+        *_strides(a.q, a.k, a.v, dout),
+        *_bias_strides(a.bias),
+        _row_stride(a.out_scale),
+        *_numbers(a),
+        *(a.k_offsets.shape[0] - 1, count, total),
+        **_constants(a, tiles),
+    )
+
+
+def _unit_strides(a: AttentionArgs) -> AttentionArgs:
+    """The kernels take any strides but in the head dimension, where they want 1."""
+    if all(x.stride(-1) == 1 for x in (a.q, a.k, a.v)):
+        return a
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (a.q, a.k, a.v))
+    return replace(a, q=q, k=k, v=v)
+
+
+def _grid(
+    offsets: Tensor, longest: int, total: int, heads: int, block: int
+) -> tuple[int, tuple[int]]:
+    """(tiles per sequence and head, grid): every tile, then the blocks of rows to be zeroed."""
+    tiles = max(1, triton.cdiv(min(longest, total), block))
+    batch = offsets.shape[0] - 1
+    return tiles, (max(1, batch * heads * tiles + triton.cdiv(total, block)),)
+
+
+def _inputs(a: AttentionArgs) -> tuple[Tensor, ...]:
+    """The optional inputs; q stands in for those that are absent and never read."""
+    mask = None if a.key_mask is None else a.key_mask.contiguous().view(torch.uint8)
+    optional = (mask, a.q_positions, a.k_positions, a.bias, a.out_scale, a.dropout_seed)
+    return a.q_offsets, a.k_offsets, *(a.q if x is None else x for x in optional)
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    """(row, head) strides of each."""
+    return [stride for x in tensors for stride in x.stride()[:2]]
+
+
+def _bias_strides(bias: Tensor | None) -> tuple[int, ...]:
+    """Strides with 0 where one batch entry or head serves all."""
+    if bias is None:
+        return 0, 0, 0, 0
+    shared = [bias.stride(i) if bias.shape[i] > 1 else 0 for i in (0, 1)]
+    return *shared, bias.stride(2), bias.stride(3)
+
+
+def _row_stride(out_scale: Tensor | None) -> int:
+    return 0 if out_scale is None or out_scale.numel() == 1 else out_scale.stride(0)
+
+
+def _numbers(a: AttentionArgs) -> tuple[float, int, float]:
+    return a.scale, drop_threshold(a.dropout_p), keep_scale(a.dropout_p)
+
+
+def _constants(a: AttentionArgs, tiles: Tiling) -> dict[str, Any]:
+    """The compile-time arguments and launch options."""
+    heads, dim, value_dim = a.q.shape[1], a.q.shape[2], a.v.shape[2]
+    return dict(
+        H=heads,
+        GROUP=heads // a.k.shape[1],
+        D=dim,
+        DV=value_dim,
+        BLOCK_D=padded_dim(dim),
+        BLOCK_DV=padded_dim(value_dim),
+        BM=tiles.BM,
+        BN=tiles.BN,
+        ACT=a.activation,
+        CAUSAL=a.causal,
+        HAS_KEY_MASK=a.key_mask is not None,
+        HAS_Q_POSITIONS=a.q_positions is not None,
+        HAS_K_POSITIONS=a.k_positions is not None,
+        HAS_BIAS=a.bias is not None,
+        HAS_OUT_SCALE=a.out_scale is not None,
+        DROPOUT=a.dropout_p > 0.0,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+
+
+register(Kernel("triton", "jagged_attention", supports, forward))
+register(Kernel("triton", "jagged_attention_backward", supports, backward))

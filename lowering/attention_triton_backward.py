@@ -1,0 +1,263 @@
+"""Jagged attention, backward: dQ (and delta) by tiles of queries, then dK and dV by tiles of keys.
+
+Each gradient row is written by one program, so the results repeat bit for bit; only the gradient of
+a bias is summed by atomics. P: after the activation; keep: the dropout factor; c: the output scale.
+
+    dV = (P * keep)^T (c dO)        dP = keep * (c dO V^T)
+    softmax    dS = P * (dP - delta), delta = rowsum(dO * O)
+    otherwise  dS = f'(S) * dP
+    dQ = scale * dS K               dK = scale * dS^T Q
+"""
+
+import triton
+import triton.language as tl
+
+from .attention_triton_tiles import (
+    LOG2E,
+    activate,
+    bias_tile,
+    derivative,
+    keep_tile,
+    live_keys,
+    load_rows,
+    places,
+    sequence,
+    store_head,
+    zero_tail,
+)
+
+
+@triton.jit
+def score_gradient(
+    s, dp, q_places, k_places, q_limit, q_live, k_live, rows, keys, head, lse, delta, factor,
+    BIAS, SEED, b_sm, b_sn, scale, drop_below, keep_scale,
+    ACT: tl.constexpr, CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """From q k^T and dO V^T: (P after dropout and output scale, dS), in either orientation."""
+    unit: tl.constexpr = LOG2E if ACT == "softmax" else 1.0
+    s = s * (scale * unit)
+    if HAS_BIAS:
+        s += bias_tile(BIAS, q_places, k_places, q_live & k_live, b_sm, b_sn) * unit
+    dp = dp * factor
+    if DROPOUT:
+        keep = keep_tile(SEED, rows, head, keys, drop_below)
+        dp = tl.where(keep, dp * keep_scale, 0.0)
+    if ACT == "softmax":
+        p = tl.exp2(s - lse * LOG2E)
+        ds = p * (dp - delta)
+    else:
+        p = activate(s, ACT)
+        ds = dp * derivative(s, ACT)
+    if MASKED:
+        visible = k_live & q_live
+        if CAUSAL:
+            visible = visible & (k_places <= q_limit)
+        p = tl.where(visible, p, 0.0)
+        ds = tl.where(visible, ds, 0.0)
+    p = p * factor
+    if DROPOUT:
+        p = tl.where(keep, p * keep_scale, 0.0)
+    return p, ds
+
+
+@triton.jit
+def query_gradient(
+    dq, q, do, K, V, KEY_MASK, K_POSITIONS, BIAS, DBIAS, SEED, k_start, lk, first, last, rows,
+    q_places, q_live, q_limit, head, lse, delta, factor, k_st, v_st, b_sm, b_sn, db_sm, db_sn,
+    scale, drop_below, keep_scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BN: tl.constexpr, ACT: tl.constexpr, CAUSAL: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    HAS_K_POSITIONS: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr,
+    DROPOUT: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds what the keys [first, last) give to dq (without the factor scale)."""
+    for n0 in tl.range(first, last, BN):
+        keys = n0 + tl.arange(0, BN)
+        live = live_keys(KEY_MASK, k_start, keys, lk, HAS_KEY_MASK)
+        k = load_rows(K, k_start + n0, k_st, live, D, BLOCK_D, BN, not MASKED)
+        v = load_rows(V, k_start + n0, v_st, live, DV, BLOCK_DV, BN, not MASKED)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+        k_places = keys
+        if HAS_BIAS or (CAUSAL and MASKED):
+            k_places = places(K_POSITIONS, k_start, keys, live, HAS_K_POSITIONS)
+        p, ds = score_gradient(
+            s, dp, q_places[:, None], k_places[None, :], q_limit[:, None], q_live[:, None],
+            live[None, :], rows[:, None], keys[None, :], head, lse[:, None], delta[:, None],
+            factor[:, None], BIAS, SEED, b_sm, b_sn, scale, drop_below, keep_scale,
+            ACT, CAUSAL, HAS_BIAS, DROPOUT, MASKED,
+        )  # fmt: skip
+        if BIAS_GRAD:
+            place = q_places[:, None].to(tl.int64) * db_sm + k_places[None, :].to(tl.int64) * db_sn
+            tl.atomic_add(DBIAS + place, ds, mask=q_live[:, None] & live[None, :], sem="relaxed")
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    return dq
+
+
+@triton.jit(do_not_specialize=["batch", "tiles", "total_q", "drop_below", "keep_scale", "scale"])
+def query_kernel(
+    Q, K, V, OUT, DOUT, LSE, DELTA, DQ, DBIAS, Q_OFFSETS, K_OFFSETS, KEY_MASK, Q_POSITIONS,
+    K_POSITIONS, BIAS, OUT_SCALE, SEED, q_st, q_sh, k_st, k_sh, v_st, v_sh, do_st, do_sh,
+    b_sb, b_sh, b_sm, b_sn, db_sb, db_sh, db_sm, db_sn, out_scale_st,
+    scale, drop_below, keep_scale, batch, tiles, total_q,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    ACT: tl.constexpr, CAUSAL: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    HAS_Q_POSITIONS: tl.constexpr, HAS_K_POSITIONS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_OUT_SCALE: tl.constexpr, BIAS_GRAD: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """DQ [Tq, H, D]; for softmax also DELTA [Tq, H], which ``key_kernel`` reads."""
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    h = (pid // tiles) % H
+    b = pid // tiles // H
+    if b >= batch:
+        end = tl.load(Q_OFFSETS + batch).to(tl.int64)
+        zero_tail(DQ, end, pid - batch * H * tiles, total_q, H * D, H, D, BLOCK_D, BM)
+    else:
+        q_start, lq = sequence(Q_OFFSETS, b)
+        m0 = tile * BM
+        if m0 < lq:
+            k_start, lk = sequence(K_OFFSETS, b)
+            ranks = m0 + tl.arange(0, BM)
+            q_live = ranks < lq
+            rows = q_start + ranks
+            head = h.to(tl.int64)
+            q = load_rows(Q + head * q_sh, q_start + m0, q_st, q_live, D, BLOCK_D, BM, False)
+            do = load_rows(
+                DOUT + head * do_sh, q_start + m0, do_st, q_live, DV, BLOCK_DV, BM, False
+            )
+            lse = tl.zeros([BM], tl.float32)
+            delta = tl.zeros([BM], tl.float32)
+            if ACT == "softmax":
+                out = load_rows(OUT + h * DV, q_start + m0, H * DV, q_live, DV, BLOCK_DV, BM, False)
+                delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
+                tl.store(DELTA + rows * H + h, delta, mask=q_live)
+                lse = tl.load(LSE + rows * H + h, mask=q_live, other=float("inf"))
+            factor = tl.full([BM], 1.0, tl.float32)
+            if HAS_OUT_SCALE:
+                factor = tl.load(OUT_SCALE + rows * out_scale_st, mask=q_live, other=0.0)
+            q_places = places(Q_POSITIONS, q_start, ranks, q_live, HAS_Q_POSITIONS)
+            stop = lk
+            full = lk
+            q_limit = q_places
+            if CAUSAL:
+                if HAS_Q_POSITIONS or HAS_K_POSITIONS:
+                    full = 0
+                else:
+                    q_limit = ranks + (lk - lq)
+                    stop = tl.maximum(tl.minimum(lk, m0 + BM + lk - lq), 0)
+                    full = tl.maximum(tl.minimum(lk, m0 + 1 + lk - lq), 0)
+            full = full // BN * BN
+            if HAS_KEY_MASK:
+                full = 0
+            kv_head = (h // GROUP).to(tl.int64)
+            if HAS_BIAS:
+                BIAS += b.to(tl.int64) * b_sb + head * b_sh
+            if BIAS_GRAD:
+                DBIAS += b.to(tl.int64) * db_sb + head * db_sh
+            dq = tl.zeros([BM, BLOCK_D], tl.float32)
+            if not HAS_KEY_MASK:
+                dq = query_gradient(
+                    dq, q, do, K + kv_head * k_sh, V + kv_head * v_sh, KEY_MASK, K_POSITIONS, BIAS,
+                    DBIAS, SEED, k_start, lk, 0, full, rows, q_places, q_live, q_limit, h, lse,
+                    delta, factor, k_st, v_st, b_sm, b_sn, db_sm, db_sn, scale, drop_below,
+                    keep_scale, D, DV, BLOCK_D, BLOCK_DV, BN, ACT, CAUSAL, HAS_KEY_MASK,
+                    HAS_K_POSITIONS, HAS_BIAS, BIAS_GRAD, DROPOUT, False,
+                )  # fmt: skip
+            dq = query_gradient(
+                dq, q, do, K + kv_head * k_sh, V + kv_head * v_sh, KEY_MASK, K_POSITIONS, BIAS,
+                DBIAS, SEED, k_start, lk, full, stop, rows, q_places, q_live, q_limit, h, lse,
+                delta, factor, k_st, v_st, b_sm, b_sn, db_sm, db_sn, scale, drop_below,
+                keep_scale, D, DV, BLOCK_D, BLOCK_DV, BN, ACT, CAUSAL, HAS_KEY_MASK,
+                HAS_K_POSITIONS, HAS_BIAS, BIAS_GRAD, DROPOUT, True,
+            )  # fmt: skip
+            store_head(DQ, q_start + m0, h, q_live, dq * scale, H, D, BLOCK_D, BM)
+
+
+@triton.jit(do_not_specialize=["batch", "tiles", "total_k", "drop_below", "keep_scale", "scale"])
+def key_kernel(
+    Q, K, V, DOUT, LSE, DELTA, DK, DV_, Q_OFFSETS, K_OFFSETS, KEY_MASK, Q_POSITIONS, K_POSITIONS,
+    BIAS, OUT_SCALE, SEED, q_st, q_sh, k_st, k_sh, v_st, v_sh, do_st, do_sh,
+    b_sb, b_sh, b_sm, b_sn, out_scale_st,
+    scale, drop_below, keep_scale, batch, tiles, total_k,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    ACT: tl.constexpr, CAUSAL: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    HAS_Q_POSITIONS: tl.constexpr, HAS_K_POSITIONS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_OUT_SCALE: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """DK [Tk, Hk, D] and DV_ [Tk, Hk, DV]: the query heads of a key head in turn."""
+    kv_heads: tl.constexpr = H // GROUP
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    kv_head = (pid // tiles) % kv_heads
+    b = pid // tiles // kv_heads
+    if b >= batch:
+        block = pid - batch * kv_heads * tiles
+        end = tl.load(K_OFFSETS + batch).to(tl.int64)
+        zero_tail(DK, end, block, total_k, kv_heads * D, kv_heads, D, BLOCK_D, BN)
+        zero_tail(DV_, end, block, total_k, kv_heads * DV, kv_heads, DV, BLOCK_DV, BN)
+    else:
+        k_start, lk = sequence(K_OFFSETS, b)
+        n0 = tile * BN
+        if n0 < lk:
+            q_start, lq = sequence(Q_OFFSETS, b)
+            keys = n0 + tl.arange(0, BN)
+            live = live_keys(KEY_MASK, k_start, keys, lk, HAS_KEY_MASK)
+            wide_head = kv_head.to(tl.int64)
+            k = load_rows(K + wide_head * k_sh, k_start + n0, k_st, live, D, BLOCK_D, BN, False)
+            v = load_rows(V + wide_head * v_sh, k_start + n0, v_st, live, DV, BLOCK_DV, BN, False)
+            k_places = places(K_POSITIONS, k_start, keys, live, HAS_K_POSITIONS)
+            first = 0
+            if CAUSAL and not (HAS_Q_POSITIONS or HAS_K_POSITIONS):
+                first = tl.maximum(n0 - (lk - lq), 0) // BM * BM  # earlier rows see none of these
+            dk = tl.zeros([BN, BLOCK_D], tl.float32)
+            dv = tl.zeros([BN, BLOCK_DV], tl.float32)
+            for member in range(GROUP):
+                h = kv_head * GROUP + member
+                head = h.to(tl.int64)
+                bias = BIAS
+                if HAS_BIAS:
+                    bias = BIAS + b.to(tl.int64) * b_sb + head * b_sh
+                for m0 in tl.range(first, lq, BM):
+                    ranks = m0 + tl.arange(0, BM)
+                    q_live = ranks < lq
+                    rows = q_start + ranks
+                    q = load_rows(
+                        Q + head * q_sh, q_start + m0, q_st, q_live, D, BLOCK_D, BM, False
+                    )
+                    do = load_rows(
+                        DOUT + head * do_sh, q_start + m0, do_st, q_live, DV, BLOCK_DV, BM, False
+                    )
+                    lse = tl.zeros([BM], tl.float32)
+                    delta = tl.zeros([BM], tl.float32)
+                    if ACT == "softmax":
+                        lse = tl.load(LSE + rows * H + h, mask=q_live, other=float("inf"))
+                        delta = tl.load(DELTA + rows * H + h, mask=q_live, other=0.0)
+                    factor = tl.full([BM], 1.0, tl.float32)
+                    if HAS_OUT_SCALE:
+                        factor = tl.load(OUT_SCALE + rows * out_scale_st, mask=q_live, other=0.0)
+                    q_places = places(Q_POSITIONS, q_start, ranks, q_live, HAS_Q_POSITIONS)
+                    q_limit = q_places
+                    if CAUSAL and not (HAS_Q_POSITIONS or HAS_K_POSITIONS):
+                        q_limit = ranks + (lk - lq)
+                    s = tl.dot(k, tl.trans(q), input_precision="ieee")
+                    dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+                    # Dead rows were read as zero and dead keys are not kept, so without a causal
+                    # mask nothing has to be hidden here.
+                    p, ds = score_gradient(
+                        s, dp, q_places[None, :], k_places[:, None], q_limit[None, :],
+                        q_live[None, :], live[:, None], rows[None, :], keys[:, None], h,
+                        lse[None, :], delta[None, :], factor[None, :], bias, SEED, b_sm, b_sn,
+                        scale, drop_below, keep_scale, ACT, CAUSAL, HAS_BIAS, DROPOUT, CAUSAL,
+                    )  # fmt: skip
+                    dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+                    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+            if HAS_KEY_MASK:
+                dk = tl.where(live[:, None], dk, 0.0)
+                dv = tl.where(live[:, None], dv, 0.0)
+            inside = keys < lk
+            store_head(DK, k_start + n0, kv_head, inside, dk * scale, kv_heads, D, BLOCK_D, BN)
+            store_head(DV_, k_start + n0, kv_head, inside, dv, kv_heads, DV, BLOCK_DV, BN)

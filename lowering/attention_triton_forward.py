@@ -1,0 +1,153 @@
+"""Jagged attention, forward: one program per tile of queries of one sequence and head.
+
+Grid: ``batch * H * tiles`` programs for the queries (those past a sequence's end leave at once),
+then one per block of rows, which zeroes the rows past the last offset.
+"""
+
+import triton
+import triton.language as tl
+
+from .attention_triton_tiles import (
+    LN2,
+    LOG2E,
+    LOWEST,
+    activate,
+    bias_tile,
+    keep_tile,
+    live_keys,
+    load_rows,
+    places,
+    sequence,
+    store_head,
+    zero_tail,
+)
+
+
+@triton.jit
+def attend_keys(
+    acc, m, total, q, K, V, KEY_MASK, K_POSITIONS, BIAS, SEED, k_start, lk, first, last,
+    rows, q_places, q_live, q_limit, head, k_st, v_st, b_sm, b_sn, scale, drop_below,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BN: tl.constexpr, ACT: tl.constexpr, CAUSAL: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    HAS_K_POSITIONS: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds keys [first, last) to (acc, m, total); without MASKED, every row sees all of them."""
+    unit: tl.constexpr = LOG2E if ACT == "softmax" else 1.0
+    for n0 in tl.range(first, last, BN):
+        keys = n0 + tl.arange(0, BN)
+        live = live_keys(KEY_MASK, k_start, keys, lk, HAS_KEY_MASK)
+        k = load_rows(K, k_start + n0, k_st, live, D, BLOCK_D, BN, not MASKED)
+        v = load_rows(V, k_start + n0, v_st, live, DV, BLOCK_DV, BN, not MASKED)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * unit)
+        k_places = keys
+        if HAS_BIAS or (CAUSAL and MASKED):
+            k_places = places(K_POSITIONS, k_start, keys, live, HAS_K_POSITIONS)
+        if HAS_BIAS:
+            inside = q_live[:, None] & live[None, :]
+            bias = bias_tile(BIAS, q_places[:, None], k_places[None, :], inside, b_sm, b_sn)
+            s += bias * unit
+        visible = live[None, :]
+        if CAUSAL:
+            visible = visible & (k_places[None, :] <= q_limit[:, None])
+        if ACT == "softmax":
+            if MASKED:
+                s = tl.where(visible, s, float("-inf"))
+            top = tl.maximum(m, tl.max(s, 1))
+            p = tl.exp2(s - top[:, None])
+            shrink = tl.exp2(m - top)
+            total = total * shrink + tl.sum(p, 1)
+            acc = acc * shrink[:, None]
+            m = top
+        else:
+            p = activate(s, ACT)
+            if MASKED:
+                p = tl.where(visible, p, 0.0)
+        if DROPOUT:
+            p = tl.where(keep_tile(SEED, rows[:, None], head, keys[None, :], drop_below), p, 0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+    return acc, m, total
+
+
+@triton.jit(do_not_specialize=["batch", "tiles", "total_q", "drop_below", "keep_scale", "scale"])
+def forward_kernel(
+    Q, K, V, OUT, LSE, Q_OFFSETS, K_OFFSETS, KEY_MASK, Q_POSITIONS, K_POSITIONS, BIAS, OUT_SCALE,
+    SEED, q_st, q_sh, k_st, k_sh, v_st, v_sh, b_sb, b_sh, b_sm, b_sn, out_scale_st,
+    scale, drop_below, keep_scale, batch, tiles, total_q,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    ACT: tl.constexpr, CAUSAL: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    HAS_Q_POSITIONS: tl.constexpr, HAS_K_POSITIONS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_OUT_SCALE: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """OUT [Tq, H, DV] and, for softmax, LSE [Tq, H] = natural log of the row's sum."""
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    h = (pid // tiles) % H
+    b = pid // tiles // H
+    if b >= batch:
+        block = pid - batch * H * tiles
+        end = tl.load(Q_OFFSETS + batch).to(tl.int64)
+        zero_tail(OUT, end, block, total_q, H * DV, H, DV, BLOCK_DV, BM)
+        if ACT == "softmax":
+            r = block.to(tl.int64) * BM + tl.arange(0, BM)
+            for i in range(H):
+                nothing = tl.full([BM], float("inf"), tl.float32)
+                tl.store(LSE + r * H + i, nothing, mask=(r >= end) & (r < total_q))
+    else:
+        q_start, lq = sequence(Q_OFFSETS, b)
+        m0 = tile * BM
+        if m0 < lq:
+            k_start, lk = sequence(K_OFFSETS, b)
+            ranks = m0 + tl.arange(0, BM)
+            q_live = ranks < lq
+            q = load_rows(
+                Q + h.to(tl.int64) * q_sh, q_start + m0, q_st, q_live, D, BLOCK_D, BM, False
+            )
+            q_places = places(Q_POSITIONS, q_start, ranks, q_live, HAS_Q_POSITIONS)
+            # Keys [0, full) are seen by every row of the tile, keys from stop on by none.
+            stop = lk
+            full = lk
+            q_limit = q_places
+            if CAUSAL:
+                if HAS_Q_POSITIONS or HAS_K_POSITIONS:
+                    full = 0
+                else:
+                    q_limit = ranks + (lk - lq)
+                    stop = tl.maximum(tl.minimum(lk, m0 + BM + lk - lq), 0)
+                    full = tl.maximum(tl.minimum(lk, m0 + 1 + lk - lq), 0)
+            full = full // BN * BN
+            if HAS_KEY_MASK:
+                full = 0
+            acc = tl.zeros([BM, BLOCK_DV], tl.float32)
+            m = tl.full([BM], LOWEST, tl.float32)
+            total = tl.zeros([BM], tl.float32)
+            kv_head = (h // GROUP).to(tl.int64)
+            rows = q_start + ranks
+            if HAS_BIAS:
+                BIAS += b.to(tl.int64) * b_sb + h.to(tl.int64) * b_sh
+            if not HAS_KEY_MASK:
+                acc, m, total = attend_keys(
+                    acc, m, total, q, K + kv_head * k_sh, V + kv_head * v_sh, KEY_MASK, K_POSITIONS,
+                    BIAS, SEED, k_start, lk, 0, full, rows, q_places, q_live, q_limit, h, k_st,
+                    v_st, b_sm, b_sn, scale, drop_below, D, DV, BLOCK_D, BLOCK_DV, BN, ACT,
+                    CAUSAL, HAS_KEY_MASK, HAS_K_POSITIONS, HAS_BIAS, DROPOUT, False,
+                )  # fmt: skip
+            acc, m, total = attend_keys(
+                acc, m, total, q, K + kv_head * k_sh, V + kv_head * v_sh, KEY_MASK, K_POSITIONS,
+                BIAS, SEED, k_start, lk, full, stop, rows, q_places, q_live, q_limit, h, k_st,
+                v_st, b_sm, b_sn, scale, drop_below, D, DV, BLOCK_D, BLOCK_DV, BN, ACT,
+                CAUSAL, HAS_KEY_MASK, HAS_K_POSITIONS, HAS_BIAS, DROPOUT, True,
+            )  # fmt: skip
+            if ACT == "softmax":
+                seen = total > 0
+                total = tl.where(seen, total, 1.0)
+                acc = acc / total[:, None]
+                lse = tl.where(seen, (m + tl.log2(total)) * LN2, float("inf"))
+                tl.store(LSE + rows * H + h, lse, mask=q_live)
+            if DROPOUT:
+                acc = acc * keep_scale
+            if HAS_OUT_SCALE:
+                factor = tl.load(OUT_SCALE + rows * out_scale_st, mask=q_live, other=0.0)
+                acc = acc * factor[:, None]
+            store_head(OUT, q_start + m0, h, q_live, acc, H, DV, BLOCK_DV, BM)

@@ -1,0 +1,108 @@
+"""Softmax attention on CUDA by the flash kernel that ships with PyTorch (its varlen form).
+
+It takes offsets as they are and strided inputs, aligns causal masks at the end, and knows nothing of
+rows past the last offset: those are filled in here. Backward repeats its results bit for bit only
+where PyTorch's deterministic mode is on, as it sums dq by atomics otherwise.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gemcompile.ops.attention_args import AttentionArgs, AttentionRequest
+from gemcompile.ops.kernels import Kernel, register
+from gemcompile.target import Target
+
+_OLDEST = 80  # compute capability
+
+
+def supports(target: Target, request: AttentionRequest) -> str | None:
+    if target.device != "cuda" or int(target.arch) < _OLDEST:
+        return f"it runs on cuda from sm_{_OLDEST} on, not on {target}"
+    if request.activation != "softmax":
+        return f"it computes softmax, not {request.activation}"
+    if request.dtype not in (torch.float16, torch.bfloat16):
+        return f"it computes in float16 and bfloat16, not {request.dtype}"
+    dim = request.head_dim
+    if dim != request.value_dim:
+        return f"head dimension {dim} is not value dimension {request.value_dim}"
+    if dim % 8 != 0 or dim > 256:
+        return f"head dimension {dim} is not a multiple of 8 up to 256"
+    extras = ("key_mask", "positions", "bias", "out_scale", "dropout")
+    present = [name for name in extras if getattr(request, name)]
+    return f"it has no {' and no '.join(present)}" if present else None
+
+
+def forward(a: AttentionArgs) -> tuple[Tensor, Tensor]:
+    total, heads = a.q.shape[:2]
+    if _nothing_to_do(a):
+        return a.q.new_zeros(a.q.shape), torch.full(
+            (total, heads), torch.inf, dtype=torch.float32, device=a.q.device
+        )
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *(_aligned(x) for x in (a.q, a.k, a.v)),
+        a.q_offsets.to(torch.int32),
+        a.k_offsets.to(torch.int32),
+        max(1, a.max_q),
+        max(1, a.max_k),
+        0.0,
+        a.causal,
+        False,
+        scale=a.scale,
+    )
+    live = _live_rows(a.q, a.q_offsets)
+    lse = torch.where(live[:, None], lse[:, :total].T, torch.inf).contiguous()
+    return _zero_dead_(out, live), lse
+
+
+def backward(
+    dout: Tensor, a: AttentionArgs, out: Tensor, lse: Tensor, bias_grad: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if _nothing_to_do(a):
+        dq, dk, dv = (x.new_zeros(x.shape) for x in (a.q, a.k, a.v))
+        return dq, dk, dv, a.q.new_empty(0)
+    unused = torch.empty(0, device=a.q.device)
+    random_state = torch.empty(2, dtype=torch.uint64, device=a.q.device)
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        *(_aligned(x) for x in (dout, a.q, a.k, a.v)),
+        out,
+        lse.T.contiguous(),
+        a.q_offsets.to(torch.int32),
+        a.k_offsets.to(torch.int32),
+        max(1, a.max_q),
+        max(1, a.max_k),
+        0.0,
+        a.causal,
+        random_state,
+        unused,
+        scale=a.scale,
+    )
+    q_live, k_live = _live_rows(a.q, a.q_offsets), _live_rows(a.k, a.k_offsets)
+    dq = _zero_dead_(dq.contiguous(), q_live)
+    dk = _zero_dead_(dk.contiguous(), k_live)
+    return dq, dk, _zero_dead_(dv.contiguous(), k_live), a.q.new_empty(0)
+
+
+def _nothing_to_do(a: AttentionArgs) -> bool:
+    """The kernel refuses empty tensors and batches."""
+    return a.q.numel() == 0 or a.k.numel() == 0 or a.q_offsets.shape[0] == 1
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """The kernel reads 16 bytes at a time along the head dimension."""
+    unit = 16 // x.element_size()
+    fits = x.stride(-1) == 1 and all(s % unit == 0 and s > 0 for s in x.stride()[:2])
+    return x if fits and x.data_ptr() % 16 == 0 else x.contiguous()
+
+
+def _live_rows(x: Tensor, offsets: Tensor) -> Tensor:
+    return torch.arange(x.shape[0], device=x.device) < offsets[-1]
+
+
+def _zero_dead_(x: Tensor, live: Tensor) -> Tensor:
+    return x.masked_fill_(~live[:, None, None], 0)
+
+
+register(Kernel("varlen", "jagged_attention", supports, forward))
+register(Kernel("varlen", "jagged_attention_backward", supports, backward))

@@ -1,0 +1,39 @@
+"""Runs the Triton kernels on the edge suite under the interpreter: python interpreted_kernels.py.
+
+A process of its own, as TRITON_INTERPRET is read when a kernel is decorated. float32 only: the
+interpreter computes bfloat16 wrongly.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+import torch
+from kernel_cases import CASES, Case, check
+
+import gemcompile.lowering  # noqa: F401  (registers the kernels)
+
+
+def small(case: Case) -> bool:
+    return case.dtype is torch.float32 and case.dim <= 96
+
+
+def main() -> int:
+    chosen = [case for case in CASES if small(case)]
+    if len(sys.argv) > 1:
+        chosen = [case for case in chosen if sys.argv[1] in str(case)]
+    failed = 0
+    for case in chosen:
+        try:
+            check(case, "triton")
+        except Exception:
+            failed += 1
+            print(f"FAILED {case}")
+            traceback.print_exc(limit=-4, file=sys.stdout)
+    print(f"{len(chosen) - failed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
