@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -14,10 +15,18 @@ from . import padding_rules_math  # noqa: F401  registers its rules
 from .aliases import mutated
 from .layout import Layout, other, plain
 from .padding_exits import Exit, exit_of, gather_exit, gathered_row
-from .padding_masks import Atom, Atoms, atom_of
+from .padding_masks import Atom, Atoms, atom_of, earlier_rows, is_prefix, materialize
 from .padding_rules import RowWise, row_wise
 
 aten = torch.ops.aten
+# Operators that ask an argument for its sizes alone, with the place of the first such argument.
+_SHAPE_ONLY = {
+    aten.sym_size.int: 0, aten.sym_numel.default: 0, aten.zeros_like.default: 0,
+    aten.ones_like.default: 0, aten.full_like.default: 0, aten.empty_like.default: 0,
+    aten.new_zeros.default: 0, aten.new_ones.default: 0, aten.new_full.default: 0,
+    aten.new_empty.default: 0, aten.view_as.default: 1, aten.reshape_as.default: 1,
+    aten.expand_as.default: 1,
+}  # fmt: skip
 ATTENTION = torch.ops.gem.padded_attention.default
 
 
@@ -47,7 +56,8 @@ class Analysis:
         demand: what is observed of each live value.
         row_wise: nodes demanded by rows whose operator works row by row.
         exits: nodes demanded whole that observe only rows of an input.
-        attention: attention nodes, and the atom of their key mask.
+        attention: attention nodes, and the atom of their key mask, None without one.
+        keys: the rows that attention reads of its keys and values.
         open: attention whose queries stay padded while keys and values are packed.
         closed: attention that stays as it is.
     """
@@ -57,6 +67,7 @@ class Analysis:
     row_wise: dict[Node, RowWise] = field(default_factory=dict)
     exits: dict[Node, Exit] = field(default_factory=dict)
     attention: dict[Node, Atom | None] = field(default_factory=dict)
+    keys: dict[Node, Atoms] = field(default_factory=dict)
     open: set[Node] = field(default_factory=set)
     closed: set[Node] = field(default_factory=set)
     zeroed: dict[Node, Atom] = field(default_factory=dict)
@@ -112,9 +123,7 @@ def _visit(
             return
         d = All(n)
     if n in a.attention:
-        if n not in blocked and a.attention[n] is not None:  # type: ignore[operator]
-            _attention(a, n, d)
-        else:
+        if n in blocked or not _attention(a, n, d):  # type: ignore[operator]
             a.closed.add(n)
             _rest(a, n, set(), All(n))
         return
@@ -137,8 +146,9 @@ def _visit(
 
 
 def _rest(a: Analysis, n: Node, known: set[Node], d: All) -> None:
+    shapes = n.args[_SHAPE_ONLY[n.target] :] if n.target in _SHAPE_ONLY else ()
     for x in n.all_input_nodes:
-        if x in known:
+        if x in known or (x in shapes and x not in n.args[: _SHAPE_ONLY[n.target]]):
             continue
         # the parts of a split are demanded one by one; the split itself is no observer
         if n.target is operator.getitem and n in a.row_wise:
@@ -146,25 +156,44 @@ def _rest(a: Analysis, n: Node, known: set[Node], d: All) -> None:
         a.want(x, d)
 
 
-def _attention(a: Analysis, n: Node, d: Demand) -> None:
-    """Queries are demanded as the output is; keys and values by the rows of the key mask."""
+def _attention(a: Analysis, n: Node, d: Demand) -> bool:
+    """Queries are demanded as the output is; keys and values by the rows that are seen.
+
+    False where padded keys or values are observed.
+    """
     given = arguments(n)
     q, k, v = given["q"], given["k"], given["v"]
-    mask = a.attention[n]
-    assert mask is not None
-    if isinstance(d, Rows) and d.layout == plain(n.meta["val"].shape):
+    packs_queries = isinstance(d, Rows) and d.layout == plain(n.meta["val"].shape)
+    seen = _seen_keys(a, n, d if packs_queries else None, given)
+    if seen is None:
+        return False
+    if isinstance(d, Rows) and packs_queries:
         a.want(q, Rows(d.atoms, d.layout.with_dim(3, (other(q.meta["val"].shape[3]),))))
-    elif given["empty"] == "mean" and given["activation"] == "softmax":
-        # a row without a valid key would average the padded values too
-        a.closed.add(n)
-        _rest(a, n, set(), All(n))
-        return
     else:
         a.open.add(n)
         a.want(q, All(n))
+    a.keys[n] = seen
     for x in (k, v):
-        a.want(x, Rows(frozenset({mask}), plain(x.meta["val"].shape)))
+        a.want(x, Rows(seen, plain(x.meta["val"].shape)))
     _rest(a, n, {q, k, v}, All(n))
+    return True
+
+
+def _seen_keys(a: Analysis, n: Node, d: Demand | None, given: dict[str, Any]) -> Atoms | None:
+    """The rows of keys and values that attention reads; None: padded ones too."""
+    mask = a.attention[n]
+    if mask is not None:
+        # with a finite fill a row without a valid key averages all values
+        averages = given["empty"] == "mean" and given["activation"] == "softmax"
+        return None if averages and d is None else frozenset({mask})
+    if not given["causal"] or not isinstance(d, Rows):
+        return None
+    if all(map(is_prefix, d.atoms)):
+        return d.atoms  # what precedes a row of a prefix lies in the prefix
+    if "gem_earlier" not in n.meta:
+        edit = Editor(a.gm, like=n)
+        n.meta["gem_earlier"] = earlier_rows(edit, materialize(edit, d.atoms))
+    return frozenset({Atom(n.meta["gem_earlier"])})
 
 
 def _outputs(a: Analysis, n: Node, zero_outputs: bool) -> None:

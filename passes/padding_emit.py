@@ -14,7 +14,7 @@ from gemcompile.prologue import Prologue, RowSet
 
 from .layout import Layout, from_rows, plain, to_rows
 from .padding_demand import Analysis
-from .padding_regions import Key, Region, key_atom, region_of
+from .padding_regions import Key, Region, needs_key_mask, region_of
 
 aten = torch.ops.aten
 JAGGED = torch.ops.gem.jagged_attention.default
@@ -158,7 +158,7 @@ class _Emitter:
         q, q_offsets, q_positions = self._queries(edit, given, queries)
         k, v = (keys.get(given[x], plain(given[x].meta["val"].shape)) for x in "kv")
         mask = None
-        if region.atoms != frozenset({key_atom(self.analysis, n)}):
+        if needs_key_mask(self.analysis, n, region):
             mask = keys.gather(edit, given["key_mask"], plain(given["key_mask"].meta["val"].shape))
         same = queries is not None and queries.rowset is keys.rowset
         positional = given["bias"] is not None or (given["causal"] and not same)

@@ -159,6 +159,49 @@ def _through_view(n: Node) -> tuple[Atom, Layout] | None:
     return None
 
 
+def is_prefix(atom: Atom) -> bool:
+    """The rows of every sequence are its first ones: ``arange(L) < lens[:, None]`` and its kin."""
+    n, below = atom.node, atom.positive
+    if is_call(n, aten.gt.Tensor, aten.ge.Tensor):
+        left, right = n.args[1], n.args[0]
+        # lens > arange is a prefix; arange >= lens is the rest
+        if _varies_along(left, "l") and _varies_along(right, "b"):
+            return below
+        left, right = right, left
+        return not below and _varies_along(left, "l") and _varies_along(right, "b")
+    if is_call(n, aten.lt.Tensor, aten.le.Tensor):
+        left, right = n.args[:2]
+        if _varies_along(left, "l") and _varies_along(right, "b"):
+            return below
+        return not below and _varies_along(right, "l") and _varies_along(left, "b")
+    return False
+
+
+def _varies_along(n: Any, axis: str) -> bool:
+    """n is ``arange`` seen as [L] or [1, L] (axis "l"), or holds one number per sequence ("b")."""
+    if not isinstance(n, Node) or not isinstance(n.meta.get("val"), torch.Tensor):
+        return False
+    sizes = n.meta["val"].shape
+    if axis == "b":
+        return len(sizes) == 2 and same_size(sizes[1], 1)
+    if not (len(sizes) == 1 or len(sizes) == 2 and same_size(sizes[0], 1)):
+        return False
+    views = (aten.unsqueeze.default, aten.view.default, aten.expand.default, aten.reshape.default)
+    while (
+        is_call(n, *views) or (is_call(n, aten.slice.Tensor) and is_whole(n)) or _same_elements(n)
+    ):
+        n = n.args[0]
+    return is_call(n, aten.arange.default, aten.arange.start)
+
+
+def earlier_rows(edit: Editor, mask: Node) -> Node:
+    """bool [B, L]: the rows of ``mask`` and all before them, which causal attention reads."""
+    count = edit(aten.cumsum.default, mask, 1)
+    total = edit(aten.sum.dim_IntList, mask, [1], True)
+    # a row is needed while rows of the mask are still to come, or where it is one itself
+    return edit(aten.bitwise_or.Tensor, mask, edit(aten.lt.Tensor, count, total))
+
+
 def materialize(edit: Editor, atoms: Iterable[Atom]) -> Node:
     """A bool [B, L] node that is true in the union of the atoms."""
     out: Node | None = None

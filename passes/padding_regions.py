@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 from gemcompile.graph import Editor, arguments
 
 from .padding_demand import Analysis
-from .padding_masks import Atom, Atoms, materialize
+from .padding_masks import Atoms, materialize
 
 Key = Node | tuple[str, Node]  # ("keys", n): the key and value side of attention n
 
@@ -48,9 +48,11 @@ class Region:
         for n in self.sites:
             if n not in self.members:
                 continue
-            given = arguments(n)
-            if given["activation"] == "softmax" and given["empty"] == "mean":
-                if self.atoms != frozenset({analysis.attention[n]}):
+            given, mask = arguments(n), analysis.attention[n]
+            rows = analysis.rows_of(n)
+            averages = given["activation"] == "softmax" and given["empty"] == "mean"
+            if averages and mask is not None and rows is not None:
+                if rows.atoms != frozenset({mask}):
                     return (
                         "rows outside the key mask are observed, and with a finite fill a row "
                         "without a valid key averages padded values; fill with -inf instead"
@@ -105,17 +107,16 @@ def regions(a: Analysis) -> list[Region]:
         rows = a.rows_of(n)
         assert rows is not None
         put(n, rows.atoms, list(rule.rows))
-    for n, mask in a.attention.items():
-        if n in a.closed or n not in a.demand:
+    for n in a.attention:
+        if n in a.closed or n not in a.keys:
             continue
         given = arguments(n)
         rows = a.rows_of(n)
         if rows is not None and n not in a.open:
             put(n, rows.atoms, [given["q"]])
-        assert mask is not None
         keys = [x for x in (given["k"], given["v"]) if a.rows_of(x) is not None]
         if len(keys) == 2 or given["k"] is given["v"]:
-            put(("keys", n), frozenset({mask}), keys)
+            put(("keys", n), a.keys[n], keys)
     return [r for part in nx.connected_components(links) if (r := _region(a, part, atoms)).sites]
 
 
@@ -135,8 +136,7 @@ def region_of(found: list[Region]) -> dict[Key, Region]:
     return {m: r for r in found for m in r.members}
 
 
-def key_atom(a: Analysis, n: Node) -> Atom:
-    """The atom of an attention node's key mask."""
+def needs_key_mask(a: Analysis, n: Node, region: Region) -> bool:
+    """More rows are packed than the keys that attention ``n`` may see."""
     atom = a.attention[n]
-    assert atom is not None
-    return atom
+    return atom is not None and region.atoms != frozenset({atom})

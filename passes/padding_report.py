@@ -44,7 +44,7 @@ def report_rewritten(context: Context, result: Result, found: list[Region]) -> N
 def observer(a: Analysis, n: Node, context: Context) -> str:
     """Why the output of attention ``n`` is observed in padded rows."""
     given = arguments(n)
-    if a.attention[n] is None:
+    if a.attention[n] is None and not given["causal"]:
         return "its keys have no padding mask"
     seen: set[Node] = set()
     at = n

@@ -179,7 +179,7 @@ def _size(dim: tuple[Factor, ...]) -> Any:
 @rule(
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
     aten.unflatten.int, aten.squeeze.dim, aten.squeeze.default, aten.squeeze.dims,
-    aten.unsqueeze.default,
+    aten.unsqueeze.default, aten.view_as.default, aten.reshape_as.default,
 )  # fmt: skip
 def _reshape(n: Node, layout: Layout) -> RowWise | None:
     x: Any = n.args[0]
@@ -242,7 +242,7 @@ def permutation(n: Node) -> list[int] | None:
     return order
 
 
-@rule(aten.expand.default)
+@rule(aten.expand.default, aten.expand_as.default)
 def _expand(n: Node, layout: Layout) -> RowWise | None:
     x: Any = n.args[0]
     if axes_of(x, layout) != {"b", "l"}:
