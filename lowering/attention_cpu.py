@@ -22,6 +22,8 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 def supports(target: Target, request: AttentionRequest) -> str | None:
     if target.device != "cpu":
         return f"it runs on cpu, not on {target.device}"
+    if request.dtype is torch.float64:
+        return "its sums over a row are kept in float32"
     if request.activation != "softmax":
         return f"it computes softmax, not {request.activation}"
     if request.head_dim != request.value_dim:

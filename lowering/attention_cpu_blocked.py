@@ -1,7 +1,7 @@
 """Attention on CPU with everything: any activation, masks, bias, dropout; in blocks of query rows.
 
 A block's scores are bounded, so they stay in the cache between the few passes over them and no
-tensor of size H * lq * lk exists. Sums are taken in float32 (float64 for float64).
+tensor of size H * lq * lk exists. Sums are taken in float32.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ BLOCK_ELEMENTS = 2**18  # scores of one block: 1 MB in float32
 
 
 def supports(target: Target, request: AttentionRequest) -> str | None:
+    if request.dtype is torch.float64:
+        return "its sums over a row are kept in float32"
     return None if target.device == "cpu" else f"it runs on cpu, not on {target.device}"
 
 
@@ -153,7 +155,9 @@ class _Work:
         bias = self.args.bias
         if bias is None:
             return None, ()
-        sequences = torch.tensor(self.piece.sequences if bias.shape[0] > 1 else [0])
+        # A shared bias is read, and its gradient added to, once per sequence.
+        chosen = self.piece.sequences
+        sequences = torch.tensor(chosen if bias.shape[0] > 1 else [0] * len(chosen))
         index = (
             sequences[:, None, None, None],
             torch.arange(bias.shape[1])[:, None, None],

@@ -173,3 +173,13 @@ def store_head(
 ):
     """Writes one head's rows of a contiguous [rows, H, D]."""
     store_rows(P + head * D, row, H * D, live, x, D, BLOCK_D, R)
+
+
+@triton.jit(do_not_specialize=["batch", "total"])
+def tail_kernel(
+    X, OFFSETS, batch, total, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    R: tl.constexpr,
+):  # fmt: skip
+    """Zeroes the rows of X [total, H, D] past the last offset; blocks before it leave at once."""
+    end = tl.load(OFFSETS + batch).to(tl.int64)
+    zero_tail(X, end, tl.program_id(0), total, H * D, H, D, BLOCK_D, R)

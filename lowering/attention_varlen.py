@@ -1,18 +1,21 @@
 """Softmax attention on CUDA by the flash kernel that ships with PyTorch (its varlen form).
 
-It takes offsets as they are and strided inputs, aligns causal masks at the end, and knows nothing of
-rows past the last offset: those are filled in here. Backward repeats its results bit for bit only
-where PyTorch's deterministic mode is on, as it sums dq by atomics otherwise.
+It takes offsets and strided inputs as they are, aligns causal masks at the end, and knows nothing of
+rows past the last offset: those are filled in here. Backward sums dq by atomics, so it repeats its
+results bit for bit only under ``torch.use_deterministic_algorithms(True)``.
 """
 
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 
 from gemcompile.ops.attention_args import AttentionArgs, AttentionRequest
 from gemcompile.ops.kernels import Kernel, register
 from gemcompile.target import Target
+
+from .attention_triton_tiles import tail_kernel
 
 _OLDEST = 80  # compute capability
 
@@ -51,9 +54,9 @@ def forward(a: AttentionArgs) -> tuple[Tensor, Tensor]:
         False,
         scale=a.scale,
     )
-    live = _live_rows(a.q, a.q_offsets)
+    live = torch.arange(total, device=a.q.device) < a.q_offsets[-1]
     lse = torch.where(live[:, None], lse[:, :total].T, torch.inf).contiguous()
-    return _zero_dead_(out, live), lse
+    return zero_dead_rows_(out, a.q_offsets), lse
 
 
 def backward(
@@ -78,10 +81,10 @@ def backward(
         unused,
         scale=a.scale,
     )
-    q_live, k_live = _live_rows(a.q, a.q_offsets), _live_rows(a.k, a.k_offsets)
-    dq = _zero_dead_(dq.contiguous(), q_live)
-    dk = _zero_dead_(dk.contiguous(), k_live)
-    return dq, dk, _zero_dead_(dv.contiguous(), k_live), a.q.new_empty(0)
+    dq = zero_dead_rows_(dq.contiguous(), a.q_offsets)
+    dk = zero_dead_rows_(dk.contiguous(), a.k_offsets)
+    dv = zero_dead_rows_(dv.contiguous(), a.k_offsets)
+    return dq, dk, dv, a.q.new_empty(0)
 
 
 def _nothing_to_do(a: AttentionArgs) -> bool:
@@ -96,12 +99,19 @@ def _aligned(x: Tensor) -> Tensor:
     return x if fits and x.data_ptr() % 16 == 0 else x.contiguous()
 
 
-def _live_rows(x: Tensor, offsets: Tensor) -> Tensor:
-    return torch.arange(x.shape[0], device=x.device) < offsets[-1]
-
-
-def _zero_dead_(x: Tensor, live: Tensor) -> Tensor:
-    return x.masked_fill_(~live[:, None, None], 0)
+def zero_dead_rows_(x: Tensor, offsets: Tensor) -> Tensor:
+    """Makes the rows of contiguous x [rows, H, D] from offsets[-1] on 0."""
+    rows, heads, dim = x.shape
+    block = 128
+    with torch.cuda.device_of(x):
+        tail_kernel[(triton.cdiv(rows, block),)](
+            *(x, offsets, offsets.shape[0] - 1, rows),
+            H=heads,
+            D=dim,
+            BLOCK_D=triton.next_power_of_2(dim),
+            R=block,
+        )
+    return x
 
 
 register(Kernel("varlen", "jagged_attention", supports, forward))
