@@ -1,4 +1,4 @@
-"""FuseAttention: every spelling of attention becomes ``gem::padded_attention``, or is declined with a reason.
+"""FuseAttention: every spelling of attention becomes ``gem::padded_attention``, or is declined.
 
 The pass starts at the product with v and walks up to q k^T. What it proves is in a `Match`
 (attention_match.py), how it walks in attention_walk.py, what masks mean in masks.py, which axis is
@@ -17,8 +17,9 @@ from gemcompile.report import source_line
 from .attention_arrange import Sizes
 from .attention_match import Declined, Match
 from .attention_mutation import erase_unread_mutations, reads_tainted, tainted
-from .attention_rewrite import MaskCache, Plan, assumption, plan, rewrite
-from .attention_walk import Scores, match_contraction, match_sdpa
+from .attention_rewrite import MaskCache, Plan, plan, rewrite
+from .attention_sdpa import match_sdpa
+from .attention_walk import Scores, match_contraction
 from .contractions import contraction
 
 aten = torch.ops.aten
@@ -49,10 +50,10 @@ class FuseAttention(Pass):
                 context.report.add("attention", "declined", target_name(node), str(reason), where)
                 continue
             rewrite(gm, site, sizes, cache)
-            _erase(gm.graph, match)
             _report(context, site)
             changes += 1
         if changes:
+            gm.graph.eliminate_dead_code()
             erase_unread_mutations(gm.graph)
         return changes
 
@@ -63,7 +64,9 @@ def _match(node: Node, scores: Scores) -> Match | None:
     if node.target is aten.scaled_dot_product_attention.default:
         return match_sdpa(node)
     if str(node.target) in ("flex_attention", "flex_attention_backward"):
-        raise Declined("flex_attention is a fused kernel already, with its mask in a program of its own")
+        raise Declined(
+            "flex_attention is a fused kernel already, with its mask in a program of its own"
+        )
     return match_contraction(node, scores)
 
 
@@ -71,9 +74,7 @@ def _parameters(graph: Graph, context: Context) -> set[Node]:
     """Inputs and attributes that are parameters of the model."""
     inputs = graph.find_nodes(op="placeholder")
     found = {
-        node
-        for node, x in zip(inputs, context.example_inputs)
-        if isinstance(x, torch.nn.Parameter)
+        node for node, x in zip(inputs, context.example_inputs) if isinstance(x, torch.nn.Parameter)
     }
     for node in graph.find_nodes(op="get_attr"):
         owner = graph.owning_module
@@ -125,19 +126,9 @@ def _changes_mode(node: Node) -> bool:
     return name in ("_enter_autocast", "_exit_autocast", "_set_grad_enabled")
 
 
-def _erase(graph: Graph, match: Match) -> None:
-    """Remove the nodes of a match, dropout and in-place operators among them."""
-    stack = [match.node, *match.interior]
-    stack += [u for u in list(match.node.users)]
-    doomed = set(stack)
-    for node in sorted(doomed, reverse=True):
-        if not node.users:
-            graph.erase_node(node)
-
-
 def _report(context: Context, site: Plan) -> None:
     masks, match = site.before, site.match
-    reason = f"assuming that {assumption(masks)}" if site.empty == "assume" else ""
+    reason = f"assuming that {site.assumed}" if site.assumed else ""
     context.report.add(
         "attention",
         "rewritten",

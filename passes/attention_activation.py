@@ -51,7 +51,9 @@ def _softmax(node: Node) -> Found | None:
         inverse = node.args[1]
         assert isinstance(inverse, Node)
         found = _normalised(node, node.args[0], inverse.args[0])
-        return found and Found(found.name, found.source, [*found.nodes, inverse], found.dim, found.kept)
+        return found and Found(
+            found.name, found.source, [*found.nodes, inverse], found.dim, found.kept
+        )
     return None
 
 

@@ -1,4 +1,4 @@
-"""Bringing a tensor whose axes are known into another order of dimensions, with as few views as may be."""
+"""Bringing a tensor whose axes are known into another order of dimensions, with few views."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from gemcompile.graph import Editor, shape, value
 
@@ -90,7 +90,7 @@ class Arranger:
     def _split(self, node: Node, labels: Labels, have: list[Axis]) -> Node:
         if all(len(label) == 1 for label in labels):
             return node
-        return self.edit(aten.view.default, node, [self._size((a,)) for a in have])
+        return self.edit(aten.view.default, node, [self.size((a,)) for a in have])
 
     def _permute(self, node: Node, order: list[int]) -> Node:
         if order == sorted(order):
@@ -103,7 +103,7 @@ class Arranger:
             return node
         for dim in missing:
             node = self.edit(aten.unsqueeze.default, node, dim)
-        sizes = [self._size((a,)) if i in missing else -1 for i, a in enumerate(order)]
+        sizes = [self.size((a,)) if i in missing else -1 for i, a in enumerate(order)]
         return self.edit(aten.expand.default, node, sizes)
 
     def _merge(self, node: Node, wanted: Labels) -> Node:
@@ -114,16 +114,9 @@ class Arranger:
                 if not label:
                     node = self.edit(aten.unsqueeze.default, node, dim)
             return node
-        return self.edit(aten.reshape.default, node, self._merged_sizes(wanted))
+        return self.edit(aten.reshape.default, node, [self.size(label) for label in wanted])
 
-    def _merged_sizes(self, wanted: Labels) -> list[int | Node]:
-        """One size that would need a product of symbols is left to reshape."""
-        free = [i for i, label in enumerate(wanted) if len(label) > 1]
-        symbolic = [i for i in free if not all(a.size.is_Integer for a in wanted[i])]
-        inferred = symbolic[0] if symbolic else None
-        return [-1 if i == inferred else self._size(w) for i, w in enumerate(wanted)]
-
-    def _size(self, label: Label) -> int | Node:
+    def size(self, label: Label) -> int | Node:
         return self.sizes.of(self.edit, label, self.near)
 
 
@@ -146,21 +139,16 @@ def push(user: Node, labels: Labels) -> Labels | None:
     return tuple(came_from.get(p[0], ()) for p in probe)
 
 
-def destination(node: Node, labels: Labels, canonical: Labels) -> tuple[Node, Labels]:
-    """The value to replace: the user's own [B, L, H, D] where the views lead there, else the last view."""
-    place = (node, labels)
-    while True:
-        if plain(place[1]) == plain(canonical):
-            return place
-        users = list(place[0].users)
-        pushed = push(users[0], place[1]) if len(users) == 1 else None
+def destination(node: Node, labels: Labels, canonical: Labels) -> list[tuple[Node, Labels]]:
+    """The views that follow a node, itself first; the last one is the value to replace.
+
+    That is the user's own [B, L, H, D] where the views lead there, else the end of the chain.
+    """
+    chain = [(node, labels)]
+    while plain(chain[-1][1]) != plain(canonical):
+        users = list(chain[-1][0].users)
+        pushed = push(users[0], chain[-1][1]) if len(users) == 1 else None
         if pushed is None:
-            return place
-        place = (users[0], pushed)
-
-
-def owner(graph: Graph) -> GraphModule:
-    """The module that a graph belongs to."""
-    module = graph.owning_module
-    assert isinstance(module, GraphModule)
-    return module
+            break
+        chain.append((users[0], pushed))
+    return chain

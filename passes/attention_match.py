@@ -15,6 +15,11 @@ from .masks import CASTS, Addend, Leaf, Literals
 
 aten = torch.ops.aten
 
+# The largest fill that counts as a mask.
+MASK_FILL = -1e4
+
+NO_PADDING = "there is no padding mask: torch's own kernel is as good"
+
 
 class Declined(Exception):
     """Attention-shaped, but something is not proven; the text follows "declined because"."""
@@ -32,11 +37,18 @@ class Masking:
         literals: a key is visible where all hold.
         fill: what stands in a hidden place, -inf or finite.
         uniform: a row hidden as a whole has equal scores, so that its softmax is the mean of v.
+        replaced: the fill stands in place of the scores; a fill added to them lets gradients pass.
     """
 
     literals: Literals
     fill: float
     uniform: bool
+    replaced: bool
+
+
+def swallows(fill: float, dtype: torch.dtype) -> bool:
+    """A finite fill so large that adding any score of usual size to it changes nothing."""
+    return math.isfinite(fill) and -fill * torch.finfo(dtype).eps > 1e6
 
 
 @dataclass(frozen=True)
@@ -102,6 +114,7 @@ class Match:
     dropout_p: float = 0.0
     interior: list[Node] = field(default_factory=list)
     mask_nodes: list[Node] = field(default_factory=list)
+    fused: bool = False  # it is one kernel already
 
     @property
     def softmax(self) -> bool:
@@ -144,7 +157,9 @@ def groups(match: Match) -> Groups:
     if set(dv) & score_axes or not _within(in_v, b, keys, h, dv):
         raise Declined("the values vary along an axis that is neither batch, key nor head")
     if not _within(in_k, b, keys, h, depth) or not _within(match.q.axes(), b, query, h, depth):
-        raise Declined("queries and keys are contracted over something else than the head dimension")
+        raise Declined(
+            "queries and keys are contracted over something else than the head dimension"
+        )
     return Groups(b, query, keys, h, _kv_heads(h, in_k, in_v), depth, dv)
 
 
@@ -227,6 +242,8 @@ def scaled_operand(node: Node, labels: Labels) -> tuple[Operand, float]:
 
 def _scalar_factor(node: Node) -> float | None:
     """c where the node is x * c or x / c for a floating x."""
+    if not is_call(node, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
+        return None
     if len(node.args) != 2 or node.kwargs or not isinstance(node.args[0], Node):
         return None
     number = node.args[1]

@@ -13,9 +13,9 @@ from torch.fx.node import Argument
 from gemcompile.graph import Editor, shape, value
 
 from .attention_arrange import Arranger, Sizes, destination, plain
-from .attention_match import Declined, Factor, Groups, Match, groups
+from .attention_match import NO_PADDING, Declined, Factor, Groups, Match, groups
 from .axes import Axis, Label, axes_of, same, settle
-from .masks import Addend, Band, Leaf, Literal, Literals
+from .masks import Addend, Band, Leaf, Literal
 
 aten = torch.ops.aten
 
@@ -49,6 +49,7 @@ class Plan:
     before: Masks
     after: Masks
     empty: str  # what a row without a visible key gives: "zero", "mean", "assume"
+    assumed: str  # what has to hold beyond what is proven, or ""
 
 
 # --- Deciding. ---------------------------------------------------------------------------------
@@ -76,18 +77,19 @@ def plan(match: Match, strict: bool) -> Plan:
         before.rows = [x for x in before.rows if x.key() not in post]
     else:
         before, after = _sorted(pre | post, g), Masks()
-    empty = _empty(match, before, set(post) >= set(pre))
+    if match.fused and not before.keys and not before.causal:
+        raise Declined(NO_PADDING)
+    empty, sure = _empty(match, before, set(post) >= set(pre))
     _check_biases(match, g, before)
-    if empty == "assume":
-        if before.rows:
-            raise Declined("the additive mask hides whole queries, where softmax then ignores it")
-        if strict:
-            raise Declined(f"it is not proven that {assumption(before)}, and strict=True")
-    return Plan(match, g, _dtype(match), before, after, empty)
+    assumed = "" if sure else _assumption(before)
+    if assumed and before.rows:
+        raise Declined("the additive mask hides whole queries, where softmax then ignores it")
+    if assumed and strict:
+        raise Declined(f"it is not proven that {assumed}, and strict=True")
+    return Plan(match, g, _dtype(match), before, after, empty, assumed)
 
 
-def assumption(masks: Masks) -> str:
-    """What has to hold where an additive finite mask stands for a real one."""
+def _assumption(masks: Masks) -> str:
     narrow = masks.causal or masks.dense
     return "every query sees a valid key" if narrow else "every sequence has a valid key"
 
@@ -145,15 +147,16 @@ def _check_biases(match: Match, g: Groups, before: Masks) -> None:
         raise Declined(f"a mask over queries and keys cannot be a bias before {match.activation}")
 
 
-def _empty(match: Match, before: Masks, zeroed: bool) -> str:
-    """What rows without a visible key give."""
+def _empty(match: Match, before: Masks, zeroed: bool) -> tuple[str, bool]:
+    """What rows without a visible key give, and whether that is sure, gradients included."""
     if not match.softmax or not before.some or zeroed:
-        return "zero"
-    fills = {m.fill for m in match.hidden if m.literals}
+        return "zero", True
+    fills = {m.fill for m in match.hidden}
     if fills == {-math.inf}:
-        return "zero"
-    one = len(fills) == 1 and all(m.uniform for m in match.hidden)
-    return "mean" if one else "assume"
+        return "zero", True
+    if len(fills) == 1 and all(m.uniform for m in match.hidden):
+        return "mean", all(m.replaced for m in match.hidden)
+    return "assume", False
 
 
 def _dtype(match: Match) -> torch.dtype:
@@ -304,13 +307,17 @@ class _Writer:
             arrange = Arranger(self.cache.editor(mask), self.sizes, [mask, *self.arrange.near])
             return arrange(mask, leaf.labels, target)
 
-        return self.cache.remember(key, make) if plain(leaf.labels) != plain(target) else (
-            self.cache.negated(leaf)
+        return (
+            self.cache.remember(key, make)
+            if plain(leaf.labels) != plain(target)
+            else (self.cache.negated(leaf))
         )
 
     def _row_mask(self, leaf: Leaf) -> Node:
         g = self.g
-        return self.arrange(self.cache.negated(leaf), leaf.labels, (g.b, g.q, g.h, ()), expand=False)
+        return self.arrange(
+            self.cache.negated(leaf), leaf.labels, (g.b, g.q, g.h, ()), expand=False
+        )
 
     def _dense(self, x: Literal) -> Node:
         g = self.g
@@ -320,7 +327,7 @@ class _Writer:
         # Band(q, k): k <= q + offset. Band(k, q): q <= k + offset, that is k >= q - offset.
         lower = settle(x.row) == g.q
         device = value(self.match.node).device
-        lengths = [self.arrange._size(g.q), self.arrange._size(g.k)]
+        lengths = [self.arrange.size(g.q), self.arrange.size(g.k)]
         ones = self.edit(aten.ones.default, lengths, dtype=torch.bool, device=device)
         if lower:
             return self.edit(aten.tril.default, ones, x.offset)
@@ -360,7 +367,9 @@ class _Writer:
     def _bias(self) -> Node | None:
         terms = [self._bias_term(b) for b in self.match.biases]
         if self.site.before.dense:
-            terms.append(self._mask_bias(self._all_of([self._dense(x) for x in self.site.before.dense])))
+            terms.append(
+                self._mask_bias(self._all_of([self._dense(x) for x in self.site.before.dense]))
+            )
         if not terms:
             return None
         total = terms[0]
@@ -423,11 +432,17 @@ class _Writer:
         return out
 
     def _replace(self, out: Node) -> None:
+        """Let the users of the match read ``out``, and erase what the match consisted of."""
         g = self.g
         canonical = (g.b, g.q, g.h, g.dv)
-        place, labels = destination(self.match.node, self.match.out, canonical)
+        chain = destination(self.match.node, self.match.out, canonical)
+        place, labels = chain[-1]
         new = self.arrange(out, canonical, labels)
         dtype = value(place).dtype
         if value(new).dtype is not dtype:
             new = self.edit(aten.to.dtype, new, dtype)
         place.replace_all_uses_with(new)
+        # Dead-code removal would keep dropout, SDPA and in-place operators.
+        doomed = {*self.match.interior, *(node for node, _ in chain)}
+        for node in sorted(doomed, reverse=True):
+            self.gm.graph.erase_node(node)

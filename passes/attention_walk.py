@@ -13,40 +13,35 @@ import torch
 from torch.fx import Node
 from torch.fx.node import Argument
 
-from gemcompile.graph import arguments, is_call, same_size, shape, target_name, value
+from gemcompile.graph import arguments, is_call, shape, target_name, value
 from gemcompile.ops.activations import ELEMENTWISE
 
 from .attention_activation import Found, activation, unshifted
 from .attention_match import (
+    MASK_FILL,
     Declined,
     Factor,
     Masking,
     Match,
     NotAttention,
-    Operand,
     operand,
     scaled_operand,
+    swallows,
 )
 from .attention_mutation import functional
 from .axes import (
-    Axis,
     Label,
     Labels,
     aligned,
     axes_of,
-    expression,
     fresh,
     is_view,
-    regroup,
     settle,
     through,
 )
 from .contractions import Contraction, contraction
 from .masks import (
     CASTS,
-    Addend,
-    Band,
-    Leaf,
     Literals,
     additive,
     conjuncts,
@@ -56,9 +51,6 @@ from .masks import (
 )
 
 aten = torch.ops.aten
-
-# The largest fill that counts as a mask.
-MASK_FILL = -1e4
 
 _ADD = (aten.add.Tensor, aten.sub.Tensor)
 _MUL = (aten.mul.Tensor, aten.mul.Scalar)
@@ -184,7 +176,9 @@ class _Walk:
             raise NotAttention
         if labels is None:
             labels = aligned(node, shape(self.node), self.labels)
-            if labels is None or any(not label and mine for label, mine in zip(labels, self.labels)):
+            if labels is None or any(
+                not label and mine for label, mine in zip(labels, self.labels)
+            ):
                 self.fail("the scores themselves are broadcast")
         self.node, self.labels = node, labels
 
@@ -300,13 +294,15 @@ class _Walk:
                 self.fail("the exponentials are multiplied by something that is not a mask")
             literals = tuple(x for m, labels in masks for x in conjuncts(m, labels, True))
             if literals:
-                self.match.hidden.append(Masking(literals, -math.inf, True))
+                self.match.hidden.append(Masking(literals, -math.inf, True, True))
         self.match.interior += [n for n in found.nodes if n is not self.node]
         self._move(found.source, self.labels)
 
     def _wrong_axis(self, over: Label) -> NoReturn:
         shared = axes_of([over]) & self.match.v.axes()
-        self.fail(f"softmax runs over {'a batch or head' if shared else 'the query'} axis, not the keys")
+        self.fail(
+            f"softmax runs over {'a batch or head' if shared else 'the query'} axis, not the keys"
+        )
 
     # --- Between q k^T and the activation. ---
 
@@ -375,10 +371,9 @@ class _Walk:
         if self.match.softmax:
             if not fill <= MASK_FILL:
                 self.fail(f"the fill value {fill:g} is too small to count as a mask")
-            dtype = value(self.node).dtype
-            swallows = math.isfinite(fill) and -fill * torch.finfo(dtype).eps > 1e6
-            uniform = swallows or replaced and not self.match.biases
-            self.match.hidden.append(Masking(literals, fill, uniform))
+            swallowed = swallows(fill, value(self.node).dtype)
+            uniform = swallowed or replaced and not self.match.biases
+            self.match.hidden.append(Masking(literals, fill, uniform, replaced))
             return
         self._hide_elementwise(literals, fill, replaced)
 
@@ -391,7 +386,7 @@ class _Walk:
         function = ELEMENTWISE[name].forward
         if not stays or float(function(torch.tensor(fill))) != 0:
             self.fail(f"{name} of the fill value {fill:g} is not 0")
-        self.match.hidden.append(Masking(literals, fill, replaced))
+        self.match.hidden.append(Masking(literals, fill, False, replaced))
 
     def _multiply_before(self, other: Argument, divide: bool) -> None:
         number = constant(other)
@@ -479,77 +474,3 @@ def factors(node: Node, labels: Labels, divide: bool) -> list[Step]:
         inverted = divide != (i == 1 and node.target is aten.div.Tensor)
         out += factors(x, below, inverted)  # type: ignore[arg-type]
     return out
-
-
-# --- Scaled dot product attention. -------------------------------------------------------------
-
-
-def match_sdpa(node: Node) -> Match:
-    """The attention of a scaled_dot_product_attention call.
-
-    Raises:
-        Declined: it is left to torch, with the reason.
-    """
-    given = arguments(node)
-    q, k, v, mask = given["query"], given["key"], given["value"], given["attn_mask"]
-    if mask is None:
-        raise Declined("there is no padding mask: torch's own kernel is as good")
-    match = Match(node, fresh(node), "softmax", interior=[])
-    batch, row = match.out[:-2], match.out[-2]
-    match.keys, match.depth = (Axis(shape(k)[-2]),), (Axis(shape(q)[-1]),)
-    match.rows = row
-    match.batch = tuple(axis for label in batch for axis in label)
-    match.score_dtype = value(node).dtype
-    out_shape = shape(node)[:-2]
-    match.q = operand(q, _sdpa_labels(q, out_shape, batch, (row, match.depth)))
-    match.k = operand(k, _sdpa_labels(k, out_shape, batch, (match.keys, match.depth)))
-    match.v = operand(v, _sdpa_labels(v, out_shape, batch, (match.keys, match.out[-1])))
-    match.scale = _sdpa_scale(given["scale"], match.depth)
-    if given["dropout_p"]:
-        match.dropout, match.dropout_p = node, float(given["dropout_p"])
-    scores = (*out_shape, shape(q)[-2], shape(k)[-2])
-    labels = aligned(mask, scores, (*batch, row, match.keys))
-    if labels is None:
-        raise Declined("the mask does not broadcast to the scores")
-    _sdpa_mask(match, mask, labels)
-    if given["is_causal"]:
-        match.hidden.append(Masking((Band(row, match.keys, 0),), -math.inf, True))
-    match.mask_nodes.append(mask)
-    return match
-
-
-def _sdpa_labels(x: Node, out_shape: torch.Size, batch: Labels, last: tuple[Label, Label]) -> Labels:
-    """Labels of q, k or v; with enable_gqa a head of k serves several neighbouring query heads."""
-    sizes = shape(x)[:-2]
-    skip = len(batch) - len(sizes)
-    out: list[Label] = []
-    for size, full, label in zip(sizes, out_shape[skip:], batch[skip:]):
-        if same_size(size, full):
-            out.append(label)
-        elif same_size(size, 1):
-            out.append(())
-        else:
-            split = regroup([label], [size, expression(full) / expression(size)])
-            if split is None:
-                raise Declined("the heads of q are not proven to be a multiple of the heads of k")
-            out.append(split[0])
-    return (*out, *last)
-
-
-def _sdpa_scale(scale: object, depth: Label) -> float:
-    if isinstance(scale, (int, float)):
-        return float(scale)
-    size = depth[0].size
-    if scale is not None or not size.is_Integer:
-        raise Declined("the scale is not a constant")
-    return float(1 / math.sqrt(int(size)))
-
-
-def _sdpa_mask(match: Match, mask: Node, labels: Labels) -> None:
-    if value(mask).dtype is torch.bool:
-        match.hidden.append(Masking(conjuncts(mask, labels, True), -math.inf, True))
-        return
-    masks, match.biases = additive(mask, labels, 1.0, MASK_FILL)
-    for hidden in masks:
-        swallows = math.isfinite(hidden.fill) and -hidden.fill * 1e-7 > 1e6
-        match.hidden.append(Masking(hidden.literals, hidden.fill, swallows))

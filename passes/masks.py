@@ -394,7 +394,9 @@ def two_valued(node: Node, labels: Labels) -> TwoValued | None:
         return _filled_triangle(node, source, labels)
     if is_call(node, aten.masked_fill.Scalar, aten.masked_fill_.Scalar, aten.masked_fill.Tensor):
         return _choice(node, node.args[1], node.args[2], source, labels)
-    if is_call(node, aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar):
+    if is_call(
+        node, aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar
+    ):
         return _choice(node, source, node.args[1], node.args[2], labels)
     return _affine(node, source, labels)
 
