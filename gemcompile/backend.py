@@ -60,7 +60,7 @@ def gem(
         report.sites.clear()
         report.add("graph", "declined", "the whole graph", _clause(e))
         log.warning("gem compiles this graph with plain Inductor because %s", _clause(e))
-        compiled = compile_fx(gm, list(example_inputs), config_patches=patches)
+        compiled = gm if chosen.inner == "eager" else compile_fx(gm, list(example_inputs), config_patches=patches)
     report.seconds = time.perf_counter() - start
     publish(report)
     echo(report)
