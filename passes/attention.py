@@ -1,8 +1,9 @@
 """FuseAttention: every spelling of attention becomes ``gem::padded_attention``, or is declined.
 
-The pass starts at the product with v and walks up to q k^T. What it proves is in a `Match`
-(attention_match.py), how it walks in attention_walk.py, what masks mean in masks.py, which axis is
-which in axes.py, and how the op is written in attention_rewrite.py.
+The pass starts at the product with v and walks up to q k^T. Which axis is which is known by labels
+(axes.py), what masks mean is in masks.py and attention_additive.py, the walk in attention_walk.py,
+what it proves in a `Match` (attention_match.py). attention_plan.py decides whether the op can say
+it, and attention_rewrite.py writes it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from gemcompile.report import source_line
 from .attention_arrange import Sizes
 from .attention_match import Declined, Match
 from .attention_mutation import erase_unread_mutations, reads_tainted, tainted
-from .attention_rewrite import MaskCache, Plan, plan, rewrite
+from .attention_plan import Plan, plan
+from .attention_rewrite import MaskCache, rewrite
+from .attention_scores import Scores
 from .attention_sdpa import match_sdpa
-from .attention_walk import Scores, match_contraction
+from .attention_walk import match_contraction
 from .contractions import contraction
 
 aten = torch.ops.aten
@@ -129,15 +132,11 @@ def _changes_mode(node: Node) -> bool:
 def _report(context: Context, site: Plan) -> None:
     masks, match = site.before, site.match
     reason = f"assuming that {site.assumed}" if site.assumed else ""
-    context.report.add(
-        "attention",
-        "rewritten",
-        f"gem.padded_attention({match.activation})",
-        reason,
-        match.node,
-        causal=masks.causal,
-        key_mask=bool(masks.keys),
-        query_mask=bool(masks.rows or site.after.rows),
-        bias=bool(match.biases or masks.dense),
-        dropout_p=match.dropout_p,
-    )
+    mask = {"keys": masks.keys, "causal": masks.causal, "queries": masks.rows or site.after.rows}
+    details: dict[str, object] = {"mask": ", ".join(k for k, v in mask.items() if v) or "none"}
+    if match.biases or masks.dense:
+        details["bias"] = True
+    if match.dropout is not None:
+        details["dropout"] = match.dropout_p
+    op = f"gem.padded_attention({match.activation})"
+    context.report.add("attention", "rewritten", op, reason, match.node, **details)

@@ -103,13 +103,13 @@ def unshifted(x: Node, dim: int) -> tuple[Node, list[Node]]:
         nodes.append(top)  # type: ignore[arg-type]
         top = top.args[0]  # type: ignore[union-attr]
     if is_call(top, aten.amax.default) and _single_dim(top, source) == dim:
-        return source, [*nodes, top]  # type: ignore[return-value, list-item]
+        return source, [*nodes, top]  # type: ignore[list-item, return-value]
     pair = top.args[0] if isinstance(top, Node) and top.args else None
     is_first = isinstance(top, Node) and top.op == "call_function" and top.args[1:] == (0,)
     if is_first and is_call(pair, aten.max.dim):
         given = arguments(pair)  # type: ignore[arg-type]
         if given["self"] is source and given["dim"] % _rank(source) == dim and given["keepdim"]:
-            return source, [*nodes, top, pair]  # type: ignore[return-value, list-item]
+            return source, [*nodes, top, pair]
     return x, []
 
 
@@ -149,7 +149,7 @@ def _elementwise(node: Node) -> Found | None:
         slope = arguments(node)["negative_slope"]
         return Found("leaky_relu", source, [node]) if slope == 0.01 else None
     if op in _PLAIN:
-        return Found(_PLAIN[op], source, [node])  # type: ignore[index]
+        return Found(_PLAIN[op], source, [node])
     return _squared_relu(node) or _gated(node)
 
 

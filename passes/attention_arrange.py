@@ -124,7 +124,7 @@ class Arranger:
 
 
 def push(user: Node, labels: Labels) -> Labels | None:
-    """Labels of a view of a tensor with these labels; None where it is more than a rearrangement."""
+    """Labels of a view of a tensor with these labels; None where it is more than that."""
     if not is_view(user) or user.target is aten.clone.default:
         return None
     if user.target in _RESHAPES:

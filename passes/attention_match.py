@@ -10,8 +10,9 @@ from torch.fx import Node
 
 from gemcompile.graph import is_call, value
 
+from .attention_additive import Addend
 from .axes import Axis, Label, Labels, axes_of, settle, settle_all, through
-from .masks import CASTS, Addend, Leaf, Literals
+from .masks import CASTS, Leaf, Literals
 
 aten = torch.ops.aten
 

@@ -9,9 +9,10 @@ from torch.fx import Node
 
 from gemcompile.graph import arguments, same_size, shape, value
 
+from .attention_additive import additive
 from .attention_match import MASK_FILL, NO_PADDING, Declined, Masking, Match, operand, swallows
 from .axes import Axis, Label, Labels, aligned, expression, fresh, regroup
-from .masks import Band, additive, conjuncts
+from .masks import Band, conjuncts
 
 
 def match_sdpa(node: Node) -> Match:

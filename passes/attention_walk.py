@@ -1,7 +1,7 @@
 """The walk from the contraction with v up to q k^T, collecting what stands between.
 
-Labels travel with it: at every step the dimensions of the tensor at hand are known by their axes, so
-that a mask, a bias or a softmax dimension is understood by what it runs along, never by its size.
+Labels travel with it: at every step the dimensions of the tensor at hand are known by their axes,
+so that a mask, a bias or a softmax dimension is understood by what it runs along, not by its size.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from gemcompile.graph import arguments, is_call, shape, target_name, value
 from gemcompile.ops.activations import ELEMENTWISE
 
 from .attention_activation import Found, activation, unshifted
+from .attention_additive import additive, two_valued
 from .attention_match import (
     MASK_FILL,
     Declined,
@@ -29,13 +30,13 @@ from .attention_match import (
     swallows,
 )
 from .attention_mutation import functional
+from .attention_scores import Scores, factors
 from .axes import (
     Label,
     Labels,
     aligned,
     axes_of,
     fresh,
-    is_view,
     settle,
     through,
 )
@@ -43,11 +44,9 @@ from .contractions import Contraction, contraction
 from .masks import (
     CASTS,
     Literals,
-    additive,
     conjuncts,
     constant,
     is_binary,
-    two_valued,
 )
 
 aten = torch.ops.aten
@@ -57,45 +56,6 @@ _MUL = (aten.mul.Tensor, aten.mul.Scalar)
 _DIV = (aten.div.Tensor, aten.div.Scalar)
 _MASKED_FILL = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 _WHERE = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf)
-# What the loose search for scores looks through.
-_BETWEEN = {
-    *_ADD, *_MUL, *_DIV, *_MASKED_FILL, *_WHERE, *CASTS, aten.softmax.int, aten.exp.default,
-    aten.log_softmax.int, aten._safe_softmax.default, aten.dropout.default, aten.nan_to_num.default,
-    aten.gelu.default, aten.silu.default, aten.relu.default, aten.sigmoid.default,
-    aten.leaky_relu.default, aten.hardswish.default, aten.square.default, aten.tanh.default,
-    aten.pow.Tensor_Scalar, aten.clamp.default, aten.neg.default, aten.clamp_min.default,
-    aten._softmax.default,
-}  # fmt: skip
-
-
-class Scores:
-    """Which values are made, however loosely, from a product of two activations."""
-
-    def __init__(self, parameters: set[Node]) -> None:
-        self.parameters = parameters
-        self._known: dict[Node, bool] = {}
-
-    def leads(self, x: object) -> bool:
-        """The node is q k^T of something, or made from it element by element."""
-        if not isinstance(x, Node):
-            return False
-        if x not in self._known:
-            self._known[x] = False
-            self._known[x] = self._search(x)
-        return self._known[x]
-
-    def _search(self, x: Node) -> bool:
-        found = contraction(x)
-        if found is not None:
-            return not (self._is_weight(found.left) or self._is_weight(found.right))
-        if is_view(x) or functional(x) in _BETWEEN:
-            return any(self.leads(y) for y in x.all_input_nodes)
-        return False
-
-    def _is_weight(self, x: Node) -> bool:
-        while is_view(x) or is_call(x, *CASTS):
-            x = x.args[0]  # type: ignore[assignment]
-        return x in self.parameters
 
 
 def match_contraction(node: Node, scores: Scores) -> Match | None:
@@ -452,25 +412,3 @@ class _Walk:
                 match.rows += label
             else:
                 match.batch += label
-
-
-Step = tuple[Node, Labels, bool]
-
-
-def factors(node: Node, labels: Labels, divide: bool) -> list[Step]:
-    """A product taken apart: (factor, its labels, whether it divides)."""
-    view = through(node, labels)
-    if view is not None:
-        return factors(*view, divide)
-    if not is_call(node, aten.mul.Tensor, aten.div.Tensor) or len(node.args) != 2 or node.kwargs:
-        return [(node, labels, divide)]
-    if not all(isinstance(x, Node) and isinstance(value(x), torch.Tensor) for x in node.args):
-        return [(node, labels, divide)]
-    out = []
-    for i, x in enumerate(node.args):
-        below = aligned(x, shape(node), labels)  # type: ignore[arg-type]
-        if below is None:
-            return [(node, labels, divide)]
-        inverted = divide != (i == 1 and node.target is aten.div.Tensor)
-        out += factors(x, below, inverted)  # type: ignore[arg-type]
-    return out

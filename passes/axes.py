@@ -1,9 +1,9 @@
-"""Which axis is which: labels that follow a tensor's dimensions through views, permutes and contractions.
+"""Which axis is which: labels that follow a tensor's dimensions through views and permutes.
 
 Equal sizes prove nothing (a batch may have as many rows as columns), so every dimension carries a
-label: the axes it holds, from major to minor. A label travels backwards, from a value to the value it
-was made from; a reshape regroups axes and splits one where it must. `()` marks a dimension of size 1
-along which the tensor is broadcast.
+label: the axes it holds, from major to minor. A label travels backwards, from a value to the value
+it was made from; a reshape regroups axes and splits one where it must. `()` marks a dimension of
+size 1 along which the tensor is broadcast.
 """
 
 from __future__ import annotations
@@ -222,8 +222,9 @@ def _unsqueeze(node: Node, source: Node, labels: Labels) -> Labels | None:
 
 def _squeeze(node: Node, source: Node, labels: Labels) -> Labels | None:
     sizes = shape(source)
-    dims = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
-    gone = {int(d) % len(sizes) for d in dims if same_size(sizes[int(d)], 1)}
+    given: Any = node.args[1]
+    dims = given if isinstance(given, (list, tuple)) else [given]
+    gone = {d % len(sizes) for d in dims if same_size(sizes[d], 1)}
     rest = iter(labels)
     return tuple(() if d in gone else next(rest) for d in range(len(sizes)))
 

@@ -1,7 +1,7 @@
 """The same attention, as different people write it.
 
-Every spelling takes q, k, v of [B, L, E] and the lengths [B], and returns [B, L, E]. Those in REWRITTEN
-become one op; DECLINED ones keep their nodes, each for the reason given.
+Every spelling takes q, k, v of [B, L, E] and the lengths [B], and returns [B, L, E]. Those in
+REWRITTEN become one op; DECLINED ones keep their nodes, each for the reason given.
 """
 
 from __future__ import annotations
@@ -373,7 +373,7 @@ def mask_from_a_slice_of_a_table(q, k, v, lens):
 
 @rewritten
 def segments(q, k, v, lens):
-    """Queries see keys of their own session only: a mask over queries and keys, bounded by B L L."""
+    """Queries see keys of their own session only: a mask over queries and keys."""
     session = (torch.arange(q.shape[1]) // 3)[None] * lens[:, None] % 4
     q, k, v = split_all(q, k, v)
     mine = (session[:, :, None] == session[:, None, :]).unsqueeze(1)

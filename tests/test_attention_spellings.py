@@ -7,10 +7,11 @@ from typing import Any
 import attention_spellings as spellings
 import pytest
 import torch
+from torch.fx import GraphModule
+
 from gemcompile.passes.attention import FuseAttention
 from gemcompile.passes.canonicalize import Canonicalize
 from gemcompile.testing import run_passes, trace
-from torch.fx import GraphModule
 
 BATCH, LENGTH = 3, 16
 
