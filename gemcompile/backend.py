@@ -18,10 +18,10 @@ from .capture import CaptureDeclined, capture
 from .environment import disabled, echo, leaving_cause
 from .identity import stamped
 from .options import Options
-from .pass_manager import Context, PassManager
+from .pass_manager import Context, PassError, PassManager
 from .report import Report, publish
 from .target import Target
-from .verify import verify
+from .verify import Verifier, VerifyError
 
 log = logging.getLogger("gemcompile")
 Compiled = Callable[..., Any]
@@ -41,26 +41,28 @@ def gem(
         options: see `gemcompile.Options`.
 
     Raises:
-        ValueError: an unknown option or value.
+        ValueError: an unknown option or value, or passes whose order contradicts itself.
+        VerifyError: under ``verify=True``, a pass changed a result or gradient.
     """
     chosen = Options.parse(options)
+    manager = pipeline(chosen)
     patches = _patches(mode, chosen)
     if disabled():
         return compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[no-any-return]
     report = Report(graphs=1)
+    context = Context(_target(example_inputs), chosen, report, example_inputs)
+    context.cause, context.cure = leaving_cause(gm)
     start = time.perf_counter()
     try:
-        rewritten, context = _rewrite(gm, example_inputs, chosen, report)
-        compiled = _hand_over(gm, rewritten, example_inputs, chosen, patches, context)
+        rewritten = _rewrite(gm, manager, context)
+        compiled = _hand_over(gm, rewritten, patches, context)
+        _note_bypass(chosen, report)
     except RestartAnalysis:
         raise
     except Exception as e:
-        if chosen.strict or chosen.verify:
+        if chosen.strict or isinstance(e, VerifyError):
             raise
-        report.sites.clear()
-        report.add("graph", "declined", "the whole graph", _clause(e))
-        log.warning("gem compiles this graph with plain Inductor because %s", _clause(e))
-        compiled = gm if chosen.inner == "eager" else compile_fx(gm, list(example_inputs), config_patches=patches)
+        compiled = _fall_back(gm, patches, context, e)
     report.seconds = time.perf_counter() - start
     publish(report)
     echo(report)
@@ -73,25 +75,20 @@ def _patches(mode: str | None, options: Options) -> dict[str, Any]:
     return patches
 
 
-def _clause(e: Exception) -> str:
-    return str(e) if isinstance(e, CaptureDeclined) else f"{type(e).__name__}: {e}"
-
-
 def pipeline(options: Options) -> PassManager:
     """The forward passes, in order: gem's own and the user's."""
     own = [p for p in passes.forward() if p.numerics == "exact" or options.precision is not None]
     return PassManager([*own, *options.passes], options.disable)
 
 
-def _rewrite(
-    gm: GraphModule, example_inputs: Sequence[Any], options: Options, report: Report
-) -> tuple[GraphModule, Context]:
-    """Capture and run the forward passes on the result."""
-    aten = capture(gm, example_inputs)
-    cause, cure = leaving_cause(gm)
-    context = Context(_target(example_inputs), options, report, example_inputs, cause=cause, cure=cure)
-    pipeline(options).run(aten, context)
-    return aten, context
+def _rewrite(gm: GraphModule, manager: PassManager, context: Context) -> GraphModule:
+    """Capture, and run the forward passes on the result."""
+    aten = capture(gm, context.example_inputs)
+    check = Verifier(gm, context) if context.options.verify else None
+    if check:
+        check("capture", aten)
+    manager.run(aten, context, check)
+    return aten
 
 
 def _target(example_inputs: Sequence[Any]) -> Target:
@@ -102,27 +99,43 @@ def _target(example_inputs: Sequence[Any]) -> Target:
 
 
 def _hand_over(
-    original: GraphModule,
-    rewritten: GraphModule,
-    example_inputs: Sequence[Any],
-    options: Options,
-    patches: dict[str, Any],
-    context: Context,
+    original: GraphModule, rewritten: GraphModule, patches: dict[str, Any], context: Context
 ) -> Compiled:
     """Compile the rewritten graph, and put the prologue in front of it where there is one."""
-    prologue = context.prologue
-    inputs = [*example_inputs, *(prologue.fakes if prologue else ())]
-    if prologue:
-        patches = {**patches, "triton.cudagraphs": False}
-    if options.verify:
-        verify(original, rewritten, example_inputs, prologue)
+    options, prologue = context.options, context.prologue
     if options.inner == "eager":
         main: Compiled = rewritten
     else:
+        if prologue:
+            patches = {**patches, "triton.cudagraphs": False}
+        inputs = [*context.example_inputs, *(prologue.fakes if prologue else ())]
         main = compile_fx(rewritten, inputs, config_patches=stamped(options, patches))
-    if prologue is None:
-        return main
-    return prologue.runner(main, _beyond(original))
+    return prologue.runner(main, _beyond(original)) if prologue else main
+
+
+def _fall_back(
+    gm: GraphModule, patches: dict[str, Any], context: Context, error: Exception
+) -> Compiled:
+    """Plain Inductor, with the reason in the report."""
+    reason = str(error)
+    if not isinstance(error, (CaptureDeclined, PassError)):
+        reason = f"{type(error).__name__}: {error}"
+    log.warning("gem compiles this graph with plain Inductor because %s", reason)
+    context.report.sites.clear()
+    context.report.add("graph", "declined", "the whole graph", reason)
+    if context.prologue:
+        context.prologue.take_guards()
+    if context.options.inner == "eager":
+        return gm
+    return compile_fx(gm, list(context.example_inputs), config_patches=patches)  # type: ignore[no-any-return]
+
+
+def _note_bypass(options: Options, report: Report) -> None:
+    """Compiling anew in every process is slow, and the user should know which pass is the cause."""
+    names = [p.name for p in options.passes if p.identity() is None]
+    if names and options.inner != "eager":
+        reason = f"{', '.join(names)} has no stable identity; give it an identity() method"
+        report.add("graph", "declined", "the compile caches", reason)
 
 
 def _beyond(original: GraphModule) -> Compiled:

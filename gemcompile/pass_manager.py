@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,8 @@ class Context:
     """What a pass may ask: the target, the user's options, the report, the real first batch.
 
     Attributes:
-        example_inputs: the values of the graph's placeholders on the first call (tensors or numbers).
+        example_inputs: the values of the graph's placeholders on the first call (tensors or
+            numbers).
         prologue: row sets that the graph takes as trailing inputs (see `gemcompile.prologue`).
         cause: why an output leaves this graph ("the graph breaks at model.py:12"), or "".
         cure: what the user can do about it, or "".
@@ -55,12 +56,14 @@ class Context:
 
 
 class Pass:
-    """A rewrite of a whole graph. Subclass it, give `run`, and name the passes it must follow or precede.
+    """A rewrite of a whole graph. Subclass it, give `run`, and name the passes it must follow or
+    precede.
 
     Attributes:
-        after, before: names of passes that must run earlier or later; names that are not there are ignored.
-        numerics: "exact" passes change results by no more than reordering of sums does; "reduced" ones run
-            only when the user asks for a precision.
+        after, before: names of passes that must run earlier or later; names that are not there are
+            ignored.
+        numerics: "exact" passes change results by no more than reordering of sums does; "reduced"
+            ones run only when the user asks for a precision.
     """
 
     after: tuple[str, ...] = ()
@@ -77,7 +80,8 @@ class Pass:
         raise NotImplementedError
 
     def identity(self) -> tuple[object, ...] | None:
-        """Equal in every process for equal behaviour: source text and plain attributes; None where unknown.
+        """Equal in every process for equal behaviour: source text and plain attributes; None where
+        unknown.
 
         A pass without an identity makes the compile caches step aside.
         """
@@ -133,11 +137,21 @@ class PassManager:
         known = [p.name for p in passes]
         for name in disable:
             if name not in known:
-                raise ValueError(f"option disable names {name!r}; the passes are {', '.join(known)}")
+                raise ValueError(
+                    f"option disable names {name!r}; the passes are {', '.join(known)}"
+                )
         self.passes = [p for p in ordered(passes) if p.name not in disable]
 
-    def run(self, gm: GraphModule, context: Context) -> int:
+    def run(
+        self,
+        gm: GraphModule,
+        context: Context,
+        check: Callable[[str, GraphModule], None] | None = None,
+    ) -> int:
         """Run all passes; returns the number of changes.
+
+        Args:
+            check: called with the pass's name and the graph after each pass that changed something.
 
         Raises:
             PassError: a pass raised or left a broken graph.
@@ -155,8 +169,12 @@ class PassManager:
                     gm.recompile()
             except Exception as e:
                 earlier = ", ".join(q.name for q in self.passes[:i]) or "no other pass"
-                raise PassError(f"pass {p.name} failed after {earlier}: {type(e).__name__}: {e}") from e
+                raise PassError(
+                    f"pass {p.name} failed after {earlier}: {type(e).__name__}: {e}"
+                ) from e
             seconds = time.perf_counter() - start
+            if changes and check:
+                check(f"pass {p.name}", gm)
             after = graph.text(gm) if changes else before
             context.report.passes.append(PassRecord(p.name, changes, seconds, before, after))
             log.debug("%s: %d changes in %.3f s", p.name, changes, seconds)
@@ -168,7 +186,13 @@ class PassManager:
 def check_metadata(gm: GraphModule) -> None:
     """Every value must be known: a later pass reasons from it."""
     for n in gm.graph.nodes:
-        if n.op == "call_function" and isinstance(n.target, torch._ops.OpOverload) and "val" not in n.meta:
+        if (
+            n.op == "call_function"
+            and isinstance(n.target, torch._ops.OpOverload)
+            and "val" not in n.meta
+        ):
             returns = n.target._schema.returns
             if returns and n.users:
-                raise PassError(f"{n.name} = {graph.target_name(n)} has no value; insert it with gemcompile.graph.Editor")
+                raise PassError(
+                    f"{n.name} = {graph.target_name(n)} has no value; insert it with gemcompile.graph.Editor"
+                )

@@ -1,10 +1,11 @@
-"""The packed row count as a backed symbol, and the small graph that computes row sets before the main graph.
+"""The packed row count as a backed symbol, and the small graph that computes row sets before the
+main graph.
 
-A row set is a bool mask [B, L] whose true rows are kept, packed into groups of 128. Its index tensors depend
-on data, so they are made ahead of the main graph, with one integer read back per mask and step, and enter as
-trailing inputs. The number of groups is a *backed* symbol with a declared range: Inductor then chooses
-persistent kernels and 32-bit indices as it does for any dynamic input (an unbacked size costs about a
-quarter of the step, see docs/performance.md).
+A row set is a bool mask [B, L] whose true rows are kept, packed into groups of 128. Its index
+tensors depend on data, so they are made ahead of the main graph, with one integer read back per
+mask and step, and enter as trailing inputs. The number of groups is a *backed* symbol with a
+declared range: Inductor then chooses persistent kernels and 32-bit indices as it does for any
+dynamic input (an unbacked size costs about a quarter of the step, see docs/performance.md).
 """
 
 from __future__ import annotations
@@ -73,10 +74,12 @@ class Prologue:
         self._inputs = self.gm.graph.find_nodes(op="placeholder")
 
     def count(self, mask: Node) -> tuple[int | None, int | None]:
-        """(kept rows, all rows) of a mask on the first batch, or (None, None) where that is not at hand.
+        """(kept rows, all rows) of a mask on the first batch, or (None, None) where that is not at
+        hand.
 
         Raises:
-            PrologueDeclined: the mask depends on randomness, on a mutated tensor or on an opaque operator.
+            PrologueDeclined: the mask depends on randomness, on a mutated tensor or on an opaque
+                operator.
         """
         module = self._module_for([mask])
         tensors = [x for x in self.example_inputs if isinstance(x, torch.Tensor)]
@@ -87,7 +90,8 @@ class Prologue:
         return int(value.sum()), value.numel()
 
     def add(self, mask: Node, widest: int) -> RowSet:
-        """The row set of ``mask`` (bool [B, L]); ``widest`` is the largest number of elements in a packed row.
+        """The row set of ``mask`` (bool [B, L]); ``widest`` is the largest number of elements in a
+        packed row.
 
         Raises:
             PrologueDeclined: as `count`; or the first batch exceeds what 32-bit indices reach.
@@ -106,9 +110,10 @@ class Prologue:
             n = groups * ROWS
             new = {
                 "index": torch.empty(n, dtype=torch.int64, device=value.device),
-                "inverse": torch.empty(value.shape[0] * value.shape[1], dtype=torch.int64, device=value.device),
-                "offsets": torch.empty(value.shape[0] + 1, dtype=torch.int32, device=value.device),
-                "positions": torch.empty(n, dtype=torch.int32, device=value.device),
+                "inverse": torch.empty(value.shape[0] * value.shape[1], dtype=torch.int64,
+                device=value.device), "offsets": torch.empty(value.shape[0] + 1, dtype=torch.int32,
+                device=value.device), "positions": torch.empty(n, dtype=torch.int32,
+                device=value.device),
             }
         i = len(self.sets)
         self._placeholder(f"gem_groups_{i}", groups)
@@ -124,8 +129,8 @@ class Prologue:
         with graph.inserting_after(last):
             n = graph.placeholder(name)
         n.meta["val"] = fake
-        n._dynamo_source = None  # type: ignore[attr-defined]  # AOTAutograd asks every input for one
-        return n
+        n._dynamo_source = None  # type: ignore[attr-defined]  # AOTAutograd asks every input for
+        one return n
 
     def _symbol(self, hint: int, bound: int) -> tuple[sympy.Symbol, torch.SymInt]:
         env = shape_env_of(self.gm)
@@ -157,18 +162,23 @@ class Prologue:
             out: Sequence[torch.Tensor] = self.module(*args)
         return out
 
+    def extra_inputs(self, args: Sequence[Any]) -> tuple[list[Any], list[int]]:
+        """The main graph's trailing inputs for the arguments of one step, and the group counts."""
+        extra: list[Any] = []
+        counts: list[int] = []
+        for mask in self.masks(args):
+            p = pack_index(mask, ROWS)
+            counts.append(p.index.shape[0] // ROWS)
+            extra += [counts[-1], p.index, p.inverse, p.offsets, p.positions]
+        return extra, counts
+
     def runner(self, main: Callable[..., Any], beyond: Callable[..., Any]) -> Callable[..., Any]:
         """The step: masks, index tensors, main graph; ``beyond`` takes over above the declared bounds."""
         checks = self.take_guards()
         bounds = [s.bound for s in self.sets.values()]
 
         def step(*args: Any) -> Any:
-            extra: list[Any] = []
-            counts: list[int] = []
-            for mask in self.masks(args):
-                p = pack_index(mask, ROWS)
-                counts.append(p.index.shape[0] // ROWS)
-                extra += [counts[-1], p.index, p.inverse, p.offsets, p.positions]
+            extra, counts = self.extra_inputs(args)
             if any(c > b for c, b in zip(counts, bounds)) or not all(check(counts) for check in checks):
                 return beyond(*args)
             return main(*args, *extra)
@@ -178,8 +188,9 @@ class Prologue:
     def take_guards(self) -> list[Callable[[list[int]], bool]]:
         """Remove the guards on the group counts from Dynamo's list, which cannot evaluate them.
 
-        Those that hold over the whole declared range need nothing; the rest become checks of the step,
-        except comparisons by which Inductor merely chooses between kernels that are all right.
+        Those that hold over the whole declared range need nothing; the rest become checks of the
+        step, except comparisons by which Inductor merely chooses between kernels that are all
+        right.
         """
         env = shape_env_of(self.gm)
         symbols = [s.symbol for s in self.sets.values()]
@@ -206,8 +217,8 @@ def _is_heuristic(guard: Any) -> bool:
 def shape_env_of(gm: GraphModule) -> ShapeEnv:
     """Dynamo's shape environment, in which the graph's symbols live."""
     context = TracingContext.try_get()
-    mode = context.fake_mode if context is not None and context.fake_mode is not None else fake_mode_of(gm)
-    if mode.shape_env is None:
+    mode = context.fake_mode if context is not None and context.fake_mode is not None else
+    fake_mode_of(gm) if mode.shape_env is None:
         raise PrologueDeclined("the graph has no symbolic shapes")
     return mode.shape_env
 
