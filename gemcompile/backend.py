@@ -1,4 +1,4 @@
-"""The backend "gem": capture, passes, hand-over to Inductor. The one file that knows all three wings."""
+"""The backend "gem": capture, passes, hand-over to Inductor. Only this file knows all wings."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _note_bypass(options: Options, report: Report) -> None:
 
 
 def _beyond(original: GraphModule) -> Compiled:
-    """The original graph, compiled on first need, for batches above the packed graph's declared bound."""
+    """The original graph, compiled on first need, for batches above the packed graph's bound."""
     compiled: list[Compiled] = []
 
     def call(*args: Any) -> Any:

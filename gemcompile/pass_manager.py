@@ -131,7 +131,7 @@ def ordered(passes: Sequence[Pass]) -> list[Pass]:
 
 
 class PassManager:
-    """Runs passes in order; after each one removes dead code, checks the graph and records what happened."""
+    """Runs passes in order; after each one removes dead code, checks the graph, takes notes."""
 
     def __init__(self, passes: Sequence[Pass], disable: Sequence[str] = ()) -> None:
         known = [p.name for p in passes]
@@ -184,15 +184,16 @@ class PassManager:
 
 
 def check_metadata(gm: GraphModule) -> None:
-    """Every value must be known: a later pass reasons from it."""
+    """Every value must be known: a later pass reasons from it.
+
+    Raises:
+        PassError: a node without one.
+    """
     for n in gm.graph.nodes:
-        if (
-            n.op == "call_function"
-            and isinstance(n.target, torch._ops.OpOverload)
-            and "val" not in n.meta
-        ):
-            returns = n.target._schema.returns
-            if returns and n.users:
-                raise PassError(
-                    f"{n.name} = {graph.target_name(n)} has no value; insert it with gemcompile.graph.Editor"
-                )
+        if not isinstance(n.target, torch._ops.OpOverload) or "val" in n.meta:
+            continue
+        if n.target._schema.returns and n.users:
+            name = graph.target_name(n)
+            raise PassError(
+                f"{n.name} = {name} has no value; insert it with gemcompile.graph.Editor"
+            )

@@ -10,7 +10,6 @@ dynamic input (an unbacked size costs about a quarter of the step, see docs/perf
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,10 +109,11 @@ class Prologue:
             n = groups * ROWS
             new = {
                 "index": torch.empty(n, dtype=torch.int64, device=value.device),
-                "inverse": torch.empty(value.shape[0] * value.shape[1], dtype=torch.int64,
-                device=value.device), "offsets": torch.empty(value.shape[0] + 1, dtype=torch.int32,
-                device=value.device), "positions": torch.empty(n, dtype=torch.int32,
-                device=value.device),
+                "inverse": torch.empty(
+                    value.shape[0] * value.shape[1], dtype=torch.int64, device=value.device
+                ),
+                "offsets": torch.empty(value.shape[0] + 1, dtype=torch.int32, device=value.device),
+                "positions": torch.empty(n, dtype=torch.int32, device=value.device),
             }
         i = len(self.sets)
         self._placeholder(f"gem_groups_{i}", groups)
@@ -129,8 +129,8 @@ class Prologue:
         with graph.inserting_after(last):
             n = graph.placeholder(name)
         n.meta["val"] = fake
-        n._dynamo_source = None  # type: ignore[attr-defined]  # AOTAutograd asks every input for
-        one return n
+        n._dynamo_source = None  # type: ignore[attr-defined]  # AOTAutograd asks for one
+        return n
 
     def _symbol(self, hint: int, bound: int) -> tuple[sympy.Symbol, torch.SymInt]:
         env = shape_env_of(self.gm)
@@ -152,7 +152,7 @@ class Prologue:
         return GraphModule(self.gm, graph)
 
     def seal(self) -> None:
-        """Fix the prologue's graph; to be called while the mask nodes are still in the main graph."""
+        """Fix the prologue's graph, while the mask nodes are still in the main graph."""
         self.module = self._module_for(list(self.sets))
 
     def masks(self, args: Sequence[Any]) -> Sequence[torch.Tensor]:
@@ -173,13 +173,14 @@ class Prologue:
         return extra, counts
 
     def runner(self, main: Callable[..., Any], beyond: Callable[..., Any]) -> Callable[..., Any]:
-        """The step: masks, index tensors, main graph; ``beyond`` takes over above the declared bounds."""
+        """The step: masks, index tensors, main graph; ``beyond`` serves batches above the bounds."""
         checks = self.take_guards()
         bounds = [s.bound for s in self.sets.values()]
 
         def step(*args: Any) -> Any:
             extra, counts = self.extra_inputs(args)
-            if any(c > b for c, b in zip(counts, bounds)) or not all(check(counts) for check in checks):
+            within = all(c <= b for c, b in zip(counts, bounds))
+            if not within or not all(check(counts) for check in checks):
                 return beyond(*args)
             return main(*args, *extra)
 
@@ -209,16 +210,16 @@ class Prologue:
 
 
 def _is_heuristic(guard: Any) -> bool:
-    """Inductor compares sizes to choose split reductions and tile shapes; every choice computes the same."""
+    """Inductor compares sizes to choose split reductions and tile shapes: all of them are right."""
     where = str(guard.sloc)
-    return any(f in where for f in ("_inductor/choices", "_inductor/codegen", "_inductor/ir.py", "_inductor/scheduler"))
+    return any(f"_inductor/{f}" in where for f in ("choices", "codegen", "ir.py", "scheduler"))
 
 
 def shape_env_of(gm: GraphModule) -> ShapeEnv:
     """Dynamo's shape environment, in which the graph's symbols live."""
     context = TracingContext.try_get()
-    mode = context.fake_mode if context is not None and context.fake_mode is not None else
-    fake_mode_of(gm) if mode.shape_env is None:
+    mode = (context and context.fake_mode) or fake_mode_of(gm)
+    if mode.shape_env is None:
         raise PrologueDeclined("the graph has no symbolic shapes")
     return mode.shape_env
 
@@ -241,10 +242,13 @@ def _ancestors(nodes: Sequence[Node]) -> set[Node]:
 def _check_pure(graph: Graph, needed: set[Node]) -> None:
     for n in needed:
         if n.op not in ("placeholder", "get_attr") and not _is_pure(n):
-            raise PrologueDeclined(f"the mask depends on {n.target}, which cannot be computed ahead of the graph")
+            raise PrologueDeclined(
+                f"the mask depends on {n.target}, which cannot be computed ahead of the graph"
+            )
     for n in graph.nodes:
-        if n.op == "call_function" and isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable:
-            for a, s in zip(n.args, n.target._schema.arguments):
+        op = n.target
+        if isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable:
+            for a, s in zip(n.args, op._schema.arguments):
                 if s.is_write and isinstance(a, Node) and _roots(a) & needed:
                     raise PrologueDeclined("a tensor that the mask depends on is changed in place")
 
@@ -252,9 +256,10 @@ def _check_pure(graph: Graph, needed: set[Node]) -> None:
 def _is_pure(n: Node) -> bool:
     if n.op != "call_function":
         return False
-    if not isinstance(n.target, torch._ops.OpOverload):
-        return getattr(n.target, "__module__", "") in ("_operator", "math", "torch") or n.target is operator.getitem
-    return not n.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in n.target.tags
+    op = n.target
+    if not isinstance(op, torch._ops.OpOverload):
+        return getattr(op, "__module__", "") in ("_operator", "math", "torch")
+    return not op._schema.is_mutable and torch.Tag.nondeterministic_seeded not in op.tags
 
 
 def _roots(n: Node) -> set[Node]:

@@ -1,4 +1,4 @@
-"""``options={"verify": True}``: the graph after each pass against the original, on the first batch."""
+"""``verify=True``: the graph after each pass against the original, on the first batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A padded transformer encoder as ranking models use it, in several spellings; shared by the tests."""
+"""A padded transformer encoder as ranking models use it, in several spellings."""
 
 from __future__ import annotations
 
