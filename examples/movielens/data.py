@@ -84,11 +84,14 @@ def pad(histories: list[Tensor]) -> Batch:
 
 
 def training_batches(histories: list[Tensor], size: int, epochs: int, seed: int) -> Iterator[Batch]:
-    """Batches of users in random order. The last event of each user is left out for the test."""
+    """Batches of users in random order, the incomplete last one of each epoch dropped.
+
+    The last event of each user is left out for the test.
+    """
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
         order = torch.randperm(len(histories), generator=generator).tolist()
-        for start in range(0, len(order), size):
+        for start in range(0, len(order) - size + 1, size):
             yield pad([histories[user][:-1] for user in order[start : start + size]])
 
 

@@ -26,7 +26,7 @@ class Settings:
 
     attention: str = "softmax"
     epochs: int = 3
-    batch_size: int = 16
+    batch_size: int = 32
     learning_rate: float = 1e-2
     seed: int = 0
 
@@ -99,7 +99,7 @@ def start(backend: str, histories: Sequence[Tensor], settings: Settings, device:
 
 
 def steps(histories: Sequence[Tensor], settings: Settings) -> int:
-    return settings.epochs * -(-len(histories) // settings.batch_size)
+    return settings.epochs * (len(histories) // settings.batch_size)
 
 
 def train(
