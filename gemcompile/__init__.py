@@ -1,7 +1,7 @@
 """gemcompile: a torch.compile backend for ranking and recommendation models.
 
-    import torch
-    model = torch.compile(model, backend="gem")
+import torch
+model = torch.compile(model, backend="gem")
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._dynamo.exc import RestartAnalysis
@@ -48,7 +48,7 @@ def gem(
     manager = pipeline(chosen)
     patches = _patches(mode, chosen)
     if disabled():
-        return compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[no-any-return]
+        return _inductor(gm, example_inputs, patches)
     report = Report(graphs=1)
     context = Context(_target(example_inputs), chosen, report, example_inputs)
     context.cause, context.cure = leaving_cause(gm)
@@ -67,6 +67,11 @@ def gem(
     publish(report)
     echo(report)
     return compiled
+
+
+def _inductor(gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Compiled:
+    compiled: Any = compile_fx(gm, list(inputs), config_patches=patches)
+    return cast(Compiled, compiled)
 
 
 def _patches(mode: str | None, options: Options) -> dict[str, Any]:
@@ -109,7 +114,7 @@ def _hand_over(
         if prologue:
             patches = {**patches, "triton.cudagraphs": False}
         inputs = [*context.example_inputs, *(prologue.fakes if prologue else ())]
-        main = compile_fx(rewritten, inputs, config_patches=stamped(options, patches))
+        main = _inductor(rewritten, inputs, stamped(options, patches))
     return prologue.runner(main, _beyond(original)) if prologue else main
 
 
@@ -127,7 +132,7 @@ def _fall_back(
         context.prologue.take_guards()
     if context.options.inner == "eager":
         return gm
-    return compile_fx(gm, list(context.example_inputs), config_patches=patches)  # type: ignore[no-any-return]
+    return _inductor(gm, context.example_inputs, patches)
 
 
 def _note_bypass(options: Options, report: Report) -> None:

@@ -1,12 +1,12 @@
 """Dynamo's torch-level graph, replayed node by node into pre-dispatch ATen.
 
 Pre-dispatch ATen has one spelling per operator while linear, layer_norm, softmax and
-scaled_dot_product_attention are still whole and autograd is still to come. ``make_fx(gm, pre_dispatch=True)``
-alone loses what this replay keeps:
+scaled_dot_product_attention are still whole and autograd is still to come. ``make_fx(gm,
+pre_dispatch=True)`` alone loses what this replay keeps:
 
 - autocast regions are entered while tracing, so that dtypes inside them are right;
-- bodies of vanilla activation checkpoints are inlined with recompute marks: passes see through them and
-  the partitioner recomputes as before;
+- bodies of vanilla activation checkpoints are inlined with recompute marks: passes see through them
+  and the partitioner recomputes as before;
 - other higher-order operators, and whatever touches a tensor subclass, stay opaque nodes;
 - Dynamo's sources, static-input marks and the user's source lines survive.
 """
@@ -40,6 +40,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 _ENTER = torch.amp.autocast_mode._enter_autocast
 _EXIT = torch.amp.autocast_mode._exit_autocast
+_GET_DATA = getattr(torch._C._autograd, "_get_data_attr")  # noqa: B009  missing in torch's stubs
 
 # What Dynamo keeps on placeholders and AOTAutograd asks for.
 _INPUT_MARKS = ("tensor_dict", "steal_arg", "grapharg", "example_value")
@@ -61,7 +62,7 @@ def capture(gm: GraphModule, example_inputs: Any) -> GraphModule:
         TensorifyScalarRestartAnalysis: Dynamo must trace again with Python floats as constants.
     """
     specialize_symbolic_floats(gm)
-    if any(n.target is torch._C._autograd._get_data_attr for n in gm.graph.find_nodes(op="call_function", target=torch._C._autograd._get_data_attr)):
+    if gm.graph.find_nodes(op="call_function", target=_GET_DATA):
         raise CaptureDeclined("the model reads .data, which hides a use from autograd")
     placeholders = gm.graph.find_nodes(op="placeholder")
     examples = [n.meta.get("example_value", x) for n, x in zip(placeholders, example_inputs)]
@@ -82,7 +83,8 @@ def capture(gm: GraphModule, example_inputs: Any) -> GraphModule:
 
 
 def specialize_symbolic_floats(gm: GraphModule) -> None:
-    """Make Python floats that ``dynamic=True`` turned into inputs constant again, before any work is done.
+    """Make Python floats that ``dynamic=True`` turned into inputs constant again, before any work
+    is done.
 
     Inductor would do the same in its joint pass, after a whole compile, and run the backend twice.
     """
@@ -125,14 +127,16 @@ def _carry_marks(dynamo: GraphModule, aten: GraphModule) -> None:
     pairs = zip(aten.graph.find_nodes(op="placeholder"), dynamo.graph.find_nodes(op="placeholder"))
     for new, old in pairs:
         if hasattr(old, "_dynamo_source"):
-            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+            new._dynamo_source = old._dynamo_source
         new.meta.update({k: old.meta[k] for k in _INPUT_MARKS if k in old.meta})
     for key, value in dynamo.meta.items():
         aten.meta.setdefault(key, value)
-    if hasattr(dynamo, "_param_name_to_source"):
+    theirs: Any = getattr(dynamo, "_param_name_to_source", None)
+    if theirs is not None:
         own = [name for name, _ in (*aten.named_parameters(), *aten.named_buffers())]
         sources = {name: ConstantSource(f"gem_{name}") for name in own}
-        aten._param_name_to_source = {**sources, **dynamo._param_name_to_source}
+        marked: Any = aten
+        marked._param_name_to_source = {**sources, **theirs}
 
 
 class _Replay(Interpreter):
@@ -149,7 +153,10 @@ class _Replay(Interpreter):
 
     @staticmethod
     def _touches_subclass(n: Node) -> bool:
-        near = [n.meta.get("example_value"), *(i.meta.get("example_value") for i in n.all_input_nodes)]
+        near = [
+            n.meta.get("example_value"),
+            *(i.meta.get("example_value") for i in n.all_input_nodes),
+        ]
         return any(map(_is_subclass, pytree.tree_leaves(near)))
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -170,16 +177,24 @@ class _Replay(Interpreter):
         """One opaque node whose result is what Dynamo recorded."""
         if "example_value" not in self.node.meta:
             raise CaptureDeclined(f"{target} has no recorded result")
-        tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
+        mode = get_proxy_mode()
+        assert mode is not None
+        tracer: Any = mode.tracer
 
         def proxy(a: Any) -> Any:
             if not isinstance(a, GraphModule):
                 return tracer.unwrap_proxy(a)
-            name = next(f"gem_leaf_{i}" for i in itertools.count() if not hasattr(tracer.root, f"gem_leaf_{i}"))
+            name = next(
+                f"gem_leaf_{i}"
+                for i in itertools.count()
+                if not hasattr(tracer.root, f"gem_leaf_{i}")
+            )
             setattr(tracer.root, name, a)
             return tracer.create_proxy("get_attr", name, (), {})
 
-        pargs, pkwargs = pytree.tree_map(proxy, (args, kwargs), is_leaf=lambda a: isinstance(a, GraphModule))
+        pargs, pkwargs = pytree.tree_map(
+            proxy, (args, kwargs), is_leaf=lambda a: isinstance(a, GraphModule)
+        )
         out = tracer.create_proxy(op, target, pargs, pkwargs)
         with disable_proxy_modes_tracing():
             fake = pytree.tree_map(_plain_copy, self.node.meta["example_value"])

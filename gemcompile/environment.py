@@ -29,11 +29,14 @@ def echo(report: Report) -> None:
 def leaving_cause(gm: GraphModule) -> tuple[str, str]:
     """(cause, cure): why this graph ends before the model does, or ("", "") where nothing tells.
 
-    A padded value that leaves a graph cannot be proven dead, and the user wants to know why it leaves.
+    A padded value that leaves a graph cannot be proven dead, and the user wants to know why it
+    leaves.
     """
     from torch.nn.parallel.distributed import DistributedDataParallel
 
-    if DistributedDataParallel._get_active_ddp_module() is not None and not hasattr(gm, "compile_subgraph_reason"):
+    if DistributedDataParallel._get_active_ddp_module() is not None and not hasattr(
+        gm, "compile_subgraph_reason"
+    ):
         return (
             "DistributedDataParallel splits the graph into buckets",
             "set torch._dynamo.config.optimize_ddp = False (or 'python_reducer')",
@@ -42,5 +45,8 @@ def leaving_cause(gm: GraphModule) -> tuple[str, str]:
     if reason is not None and reason.graph_break:
         frame = reason.user_stack[-1] if reason.user_stack else None
         place = f" at {frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" if frame else ""
-        return f"the graph breaks{place}", "remove the graph break (torch.compile(fullgraph=True) names it)"
+        return (
+            f"the graph breaks{place}",
+            "remove the graph break (torch.compile(fullgraph=True) names it)",
+        )
     return "", ""

@@ -1,4 +1,4 @@
-"""``gem.explain``: what gem would do with a model, without compiling kernels or changing anything."""
+"""``gem.explain``: what gem would do with a model, without generating code for it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def explain(
 ) -> Report:
     """The report of ``torch.compile(model, backend="gem", options=options)(*args, **kwargs)``.
 
-    Runs on copies of the model and of the arguments, so that buffers, gradients, the random state and the
-    training flag are as before. The rewritten graphs are run without code generation.
+    Runs on copies of the model and of the arguments, so that buffers, gradients, the random state
+    and the training flag are as before. The rewritten graphs are run without code generation.
 
     Args:
         model: a module or a function of tensors.

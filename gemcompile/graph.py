@@ -1,4 +1,4 @@
-"""Helpers over torch.fx graphs: a stable text form, and an editor whose new nodes carry values and origin."""
+"""Over torch.fx graphs: a stable text form, and an editor whose nodes carry value and origin."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument, map_arg
 
 # Meta keys that say where a node comes from; a replacement must carry them on.
-ORIGIN = ("stack_trace", "custom", "recompute", "ac_graph_id", "nn_module_stack", "seq_nr", "source_fn_stack")
+ORIGIN = (
+    "stack_trace",
+    "custom",
+    "recompute",
+    "ac_graph_id",
+    "nn_module_stack",
+    "seq_nr",
+    "source_fn_stack",
+)
 
 _DTYPES = {
     torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16",
@@ -24,7 +32,7 @@ _DTYPES = {
 
 
 def text(gm: GraphModule) -> str:
-    """The graph as text that is the same on every machine: values numbered in order, dtype and shape behind a colon."""
+    """The graph as text, the same on every machine: values numbered, with dtype and shape."""
     names = {n: f"%{i}" for i, n in enumerate(gm.graph.nodes)}
     return "\n".join(_line(n, names) for n in gm.graph.nodes)
 
@@ -40,14 +48,16 @@ def _line(n: Node, names: dict[Node, str]) -> str:
     args = ", ".join([*map(show, n.args), *(f"{k}={show(v)}" for k, v in n.kwargs.items())])
     if n.op == "output":
         return f"return {args}"
-    head = {"placeholder": "input", "get_attr": f"attr {n.target}"}.get(n.op, f"{target_name(n)}({args})")
+    head = {"placeholder": "input", "get_attr": f"attr {n.target}"}.get(
+        n.op, f"{target_name(n)}({args})"
+    )
     notes = (n.meta.get("custom") or {}).get("gem")
     tail = f" {{{', '.join(f'{k}: {v}' for k, v in sorted(notes.items()))}}}" if notes else ""
     return f"{names[n]} = {head}{_type(n.meta.get('val'))}{tail}"
 
 
 def target_name(n: Node) -> str:
-    """"aten.add.Tensor", "gem.padded_attention", "getitem"."""
+    """ "aten.add.Tensor", "gem.padded_attention", "getitem"."""
     if isinstance(n.target, torch._ops.OpOverload):
         return str(n.target).removesuffix(".default")
     return getattr(n.target, "__name__", str(n.target))
@@ -89,7 +99,11 @@ def arguments(n: Node) -> dict[str, Any]:
     schema = n.target._schema.arguments  # type: ignore[union-attr]
     out: dict[str, Any] = {}
     for i, a in enumerate(schema):
-        given = n.args[i] if i < len(n.args) else n.kwargs.get(a.name, a.default_value if a.has_default_value() else None)
+        given = (
+            n.args[i]
+            if i < len(n.args)
+            else n.kwargs.get(a.name, a.default_value if a.has_default_value() else None)
+        )
         out[a.name] = given
     return out
 
@@ -97,8 +111,8 @@ def arguments(n: Node) -> dict[str, Any]:
 class Editor:
     """Inserts nodes whose value is known and whose origin is that of the node they replace.
 
-        edit = Editor(gm, like=node)          # new nodes go before ``node``
-        mask = edit(aten.bitwise_not.default, pad)
+    edit = Editor(gm, like=node)          # new nodes go before ``node``
+    mask = edit(aten.bitwise_not.default, pad)
     """
 
     def __init__(self, gm: GraphModule, like: Node, before: Node | None = None) -> None:
@@ -125,16 +139,17 @@ class Editor:
         return self(operator.getitem, n, i)
 
     def symbol(self, size: sympy.Expr | int | torch.SymInt) -> int | Node:
-        """A size as an argument for a node: the number, or nodes that compute it from the graph's inputs.
+        """A size as an argument for a node: the number, or nodes that compute it from the graph's
+        inputs.
 
         Raises:
             LookupError: a symbol that no input of the graph carries.
         """
         if isinstance(size, torch.SymInt):
             size = size.node.expr
-        if isinstance(size, int) or size.is_Integer:  # type: ignore[union-attr]
+        if isinstance(size, int) or size.is_Integer:
             return int(size)
-        if size.is_Symbol:  # type: ignore[union-attr]
+        if size.is_Symbol:
             return self._symbol_input(size)
         if isinstance(size, (sympy.Mul, sympy.Add)):
             combine = operator.mul if isinstance(size, sympy.Mul) else operator.add
@@ -146,7 +161,7 @@ class Editor:
         raise LookupError(f"size {size} is not a product of the graph's input sizes")
 
     def _symbol_input(self, symbol: sympy.Expr) -> Node:
-        placeholders = self.graph.find_nodes(op="placeholder")
+        placeholders: list[Node] = list(self.graph.find_nodes(op="placeholder"))
         for n in placeholders:
             v = n.meta.get("val")
             if isinstance(v, torch.SymInt) and v.node.expr == symbol:

@@ -1,4 +1,4 @@
-"""The part of the compile caches' key that gem adds: its own source, its options, the user's passes."""
+"""What gem adds to the compile caches' key: its source, its options, the user's passes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def source_digest() -> str:
 
 
 class Stamp(CustomGraphPass):
-    """A post-grad pass that changes nothing and makes gem part of Inductor's and AOTAutograd's cache keys.
+    """A post-grad pass that changes nothing and makes gem part of Inductor's and AOTAutograd's
+    cache keys.
 
     The user's own pass at the same hook runs inside it.
     """

@@ -1,4 +1,4 @@
-"""The options of the backend: one frozen record, every field of which is part of the compile cache's key."""
+"""The options of the backend: one frozen record, all of it part of the compile caches' key."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ class Options:
     Attributes:
         pack: "auto" packs where the cost rule says that it pays on the first batch, True wherever
             padding is proven dead, False nowhere.
-        padded_outputs: "exact" keeps every element of the model's outputs; "zero" is the user's word that
-            rows outside the mask of an input may hold anything, and outputs there become 0.
+        padded_outputs: "exact" keeps every element of the model's outputs; "zero" is the user's
+            word that rows outside the mask of an input may hold anything, and outputs there become
+            0.
         precision: None, or a recipe object for reduced-precision passes.
         passes: extra `Pass` objects, run in addition to gem's own.
         disable: names of passes not to run.
         inner: "inductor", or "eager" to run the rewritten graph without code generation.
-        verify: compare every rewritten graph with the original on the first batch, gradients included.
+        verify: compare every rewritten graph with the original on the first batch, gradients
+            included.
         strict: raise where gem would otherwise fall back or record an assumption.
-        inductor: Inductor configuration for this compile, as ``torch.compile(options=...)`` takes it.
+        inductor: Inductor configuration for this compile, as ``torch.compile(options=...)`` takes
+            it.
         sharding: a sharding plan.
         overlap: an overlap schedule's options.
 
@@ -56,11 +59,13 @@ class Options:
         object.__setattr__(self, "disable", names)
         for p in self.passes:
             if not isinstance(p, Pass):
-                raise ValueError(f"option passes holds {p!r}, which is not a gemcompile.Pass object")
+                raise ValueError(
+                    f"option passes holds {p!r}, which is not a gemcompile.Pass object"
+                )
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | Options | None) -> Options:
-        """Options from the mapping that torch.compile hands over; unknown names are a ValueError."""
+        """Options from the mapping that torch.compile gives; an unknown name is a ValueError."""
         if isinstance(options, Options):
             return options
         known = [f.name for f in fields(cls)]

@@ -195,5 +195,5 @@ def check_metadata(gm: GraphModule) -> None:
         if n.target._schema.returns and n.users:
             name = graph.target_name(n)
             raise PassError(
-                f"{n.name} = {name} has no value; insert it with gemcompile.graph.Editor"
+                f"{n.name} = {name} has no value; insert nodes with gemcompile.graph.Editor"
             )

@@ -129,10 +129,10 @@ class Prologue:
         with graph.inserting_after(last):
             n = graph.placeholder(name)
         n.meta["val"] = fake
-        n._dynamo_source = None  # type: ignore[attr-defined]  # AOTAutograd asks for one
+        n._dynamo_source = None  # AOTAutograd asks every input for one
         return n
 
-    def _symbol(self, hint: int, bound: int) -> tuple[sympy.Symbol, torch.SymInt]:
+    def _symbol(self, hint: int, bound: int) -> tuple[sympy.Symbol, Any]:
         env = shape_env_of(self.gm)
         source = ConstantSource(f"gem_groups_{len(self.sets)}")
         symbol = env.create_symbol(
@@ -144,7 +144,8 @@ class Prologue:
     def _module_for(self, masks: Sequence[Node]) -> GraphModule:
         needed = _ancestors(masks)
         _check_pure(self.gm.graph, needed)
-        graph, env = Graph(), {}
+        graph = Graph()
+        env: dict[Node, Node] = {}
         for n in self.gm.graph.nodes:
             if n in needed or n in self._inputs:
                 env[n] = graph.node_copy(n, env.__getitem__)
@@ -173,7 +174,7 @@ class Prologue:
         return extra, counts
 
     def runner(self, main: Callable[..., Any], beyond: Callable[..., Any]) -> Callable[..., Any]:
-        """The step: masks, index tensors, main graph; ``beyond`` serves batches above the bounds."""
+        """The step: masks, index tensors, main graph; ``beyond`` serves batches above bounds."""
         checks = self.take_guards()
         bounds = [s.bound for s in self.sets.values()]
 

@@ -1,4 +1,4 @@
-"""What was rewritten, what was not and why: collected while compiling, read by people and by tests."""
+"""What was rewritten, what was not and why: collected while compiling, read by people, tests."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ class Site:
     """One place in the user's model that gem rewrote, or could have.
 
     Attributes:
-        kind: "attention", "padding", "rotary", "linear", "collective", or "graph" for a whole graph.
+        kind: "attention", "padding", "rotary", "linear", "collective", or "graph" for a whole
+            graph.
         status: "rewritten" or "declined".
         op: what stands there now ("gem.padded_attention(softmax)"), or stood there.
-        reason: for a declined site, a clause fit to follow "declined because"; for a rewritten one, the
-            assumption it rests on, or "".
+        reason: for a declined site, a clause fit to follow "declined because"; for a rewritten one,
+            the assumption it rests on, or "".
         where: the user's line, "file.py:41", or "".
         details: further facts, plain JSON values.
     """
@@ -61,7 +62,15 @@ class Report:
     graphs: int = 0
     seconds: float = 0.0
 
-    def add(self, kind: str, status: str, op: str, reason: str = "", where: Node | str = "", **details: Any) -> Site:
+    def add(
+        self,
+        kind: str,
+        status: str,
+        op: str,
+        reason: str = "",
+        where: Node | str = "",
+        **details: Any,
+    ) -> Site:
         """Record a site; ``where`` is a node (its stack trace tells the user's line) or a text."""
         text = source_line(where) if isinstance(where, Node) else where
         site = Site(kind, status, op, reason, text, details)
@@ -91,9 +100,13 @@ class Report:
                 raise ValueError(f"unknown kind of site {kind!r}; known: {', '.join(KINDS)}")
             found = len(self.of(kind))
             if found != n:
-                rest = [str(s) for s in self.sites if s.status == "declined"] or ["nothing was declined"]
+                rest = [str(s) for s in self.sites if s.status == "declined"] or [
+                    "nothing was declined"
+                ]
                 listed = "\n  ".join(rest)
-                raise AssertionError(f"expected {n} rewritten {kind} sites, found {found}\n  {listed}")
+                raise AssertionError(
+                    f"expected {n} rewritten {kind} sites, found {found}\n  {listed}"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -110,7 +123,7 @@ class Report:
 
 
 def source_line(node: Node) -> str:
-    """The user's innermost line that made ``node``, as "file.py:41"; frames inside torch are passed over."""
+    """The user's innermost line that made ``node``, as "file.py:41"; torch's frames are skipped."""
     found = ""
     for line in (node.meta.get("stack_trace") or "").splitlines():
         line = line.strip()

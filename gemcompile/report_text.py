@@ -1,4 +1,4 @@
-"""A report as text for people: what was rewritten, what was not and why, and what the padding costs."""
+"""A report as text for people: what was rewritten, what was not and why, what padding costs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def _headline(report: Report) -> str:
     done = sum(s.status == "rewritten" for s in report.sites)
     kept = sum(s.status == "declined" for s in report.sites)
     graphs = f"{report.graphs} graph{'s' if report.graphs != 1 else ''}"
-    return f"gem: {graphs}, {done} sites rewritten, {kept} declined, compiled in {report.seconds:.1f} s"
+    sites = f"{done} sites rewritten, {kept} declined"
+    return f"gem: {graphs}, {sites}, compiled in {report.seconds:.1f} s"
 
 
 def _folded(sites: list[Site]) -> list[tuple[Site, int]]:

@@ -1,4 +1,4 @@
-"""What the code is compiled for: asked instead of the machine, so that a CPU test can say "as if sm_90"."""
+"""What code is compiled for; asked instead of the machine, so a CPU test can say "as if sm_90"."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ class Target:
 
     Attributes:
         device: "cpu", "cuda" or "hip".
-        arch: compute capability as major * 10 + minor (90 for H100 and H200), the gfx name on AMD, 0 on CPU.
+        arch: compute capability as major * 10 + minor (90 for H100 and H200), the gfx name on AMD,
+            0 on CPU.
     """
 
     device: str

@@ -1,4 +1,4 @@
-"""Helpers for tests of passes: capture a function's graph, run passes on it, compare with the original."""
+"""Helpers for tests of passes: capture a function's graph, run passes on it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ __all__ = ["capture", "run_passes", "trace"]
 
 
 def trace(
-    fn: Callable[..., Any], *args: Any, dynamic: bool | None = True, grad: bool = True, **kwargs: Any
+    fn: Callable[..., Any],
+    *args: Any,
+    dynamic: bool | None = True,
+    grad: bool = True,
+    **kwargs: Any,
 ) -> GraphModule:
     """The pre-dispatch ATen graph that gem's passes see for ``fn(*args, **kwargs)``.
 
-    Inputs of the graph are in Dynamo's order (first use), parameters and buffers included; the first batch
-    is kept as ``gm.meta["example_inputs"]``.
+    Inputs of the graph are in Dynamo's order (first use), parameters and buffers included; the
+    first batch is kept as ``gm.meta["example_inputs"]``.
 
     Raises:
         AssertionError: the function breaks into several graphs.
@@ -44,7 +48,10 @@ def trace(
 
 
 def run_passes(
-    gm: GraphModule, passes: Sequence[Pass], options: Options | None = None, target: Target | None = None
+    gm: GraphModule,
+    passes: Sequence[Pass],
+    options: Options | None = None,
+    target: Target | None = None,
 ) -> Report:
     """Run passes on a traced graph in place, as the backend does, and return the report."""
     report = Report(graphs=1)
