@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from common import save, seconds, show
-from models import SIZES, Encoder, draw_lengths
+from models import SIZES, Encoder, spread_lengths
 
 ROOT = Path(__file__).parents[1]
 
@@ -45,7 +45,7 @@ def compile_once(backend: str, device: str, style: str) -> dict[str, float]:
     torch.manual_seed(0)
     encoder = Encoder(size, style).to(device, size.dtype)
     ids = torch.randint(0, 1000, (size.batch, size.length), device=device)
-    lengths = draw_lengths(size, 0.2).to(device)
+    lengths = spread_lengths(size, 0.2).to(device)
     # Both processes meet the parts of torch that load on first use before the clock starts.
     torch.compile(lambda x: x + 1, backend="inductor")(torch.zeros(4, device=device))
     model = torch.compile(encoder, backend=gem if backend == "gem" else backend, dynamic=True)

@@ -77,9 +77,13 @@ class Encoder(nn.Module):
         return self.head(pooled)
 
 
-def draw_lengths(size: Size, fill: float, seed: int = 2026) -> Tensor:
-    """Lengths [B]: all L at fill 1, else uniform on 1 .. 2 * fill * L, whose mean is fill * L."""
+def spread_lengths(size: Size, fill: float, seed: int = 2026) -> Tensor:
+    """Lengths [B] in random order: all L at fill 1, else evenly spaced on 1 .. 2 * fill * L.
+
+    Evenly spaced rather than drawn, so that a small batch has the fill that it is named after.
+    """
     if fill == 1.0:
         return torch.full((size.batch,), size.length)
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, int(2 * fill * size.length) + 1, (size.batch,), generator=generator)
+    places = (torch.arange(size.batch) + 0.5) / size.batch
+    order = torch.randperm(size.batch, generator=torch.Generator().manual_seed(seed))
+    return (places * 2 * fill * size.length).ceil().long()[order]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from common import interleaved, peak_gigabytes, ratio, save, show
-from models import SIZES, Encoder, Size, draw_lengths
+from models import SIZES, Encoder, Size, spread_lengths
 from torch import Tensor
 
 from gemcompile import gem
@@ -73,7 +73,7 @@ def measure(size: Size, device: str, style: str, pack: str, rounds: int) -> list
         if pack == "auto":
             torch.compiler.reset()
             models = {"inductor": compiled(encoder, None), "gem": compiled(encoder, pack)}
-        lengths = draw_lengths(size, fill).to(device)
+        lengths = spread_lengths(size, fill).to(device)
         steps = {
             name: training_step(model, encoder, ids, lengths) for name, model in models.items()
         }
