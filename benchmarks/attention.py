@@ -1,9 +1,9 @@
-"""Jagged attention by every kernel that can, beside a peer: padded SDPA on CPU, varlen_attn on CUDA.
+"""Jagged attention by every kernel beside a peer: padded SDPA on CPU, varlen_attn on CUDA.
 
     python benchmarks/attention.py                     # CPU, a fraction of the batch
     python benchmarks/attention.py --device cuda --out attention.json
 
-Useful FLOPs count true lengths: forward 2 H (D + Dv) sum(lq lk), causal the kept pairs, backward 2.5
+Useful FLOPs count true lengths: forward 4 H D sum(lq lk), causal the kept pairs, backward 2.5
 times that. Lengths are drawn with seed 2026: "half" uniform on 1..L, "lognormal" exp(N(ln(L/8), 1))
 clipped to 16..L.
 """
@@ -183,10 +183,10 @@ def measure(name: str, activations: list[str], arguments: argparse.Namespace) ->
             "kernel": label,
             "fwd ms": forward,
             "x peer": times["peer forward"] / forward,
-            "TFLOP/s": batch.flops() / forward / 1e9,
+            "GFLOP/s": batch.flops() / forward / 1e6,
             "bwd ms": backward,
             "x peer ": times["peer backward"] / backward,
-            "TFLOP/s ": 2.5 * batch.flops() / backward / 1e9,
+            "GFLOP/s ": 2.5 * batch.flops() / backward / 1e6,
         }
 
 

@@ -113,10 +113,26 @@ def keep_tile(SEED, rows, head, keys, drop_below):
 
 
 @triton.jit
+def normal(x):
+    """(cumulative distribution, density * sqrt(2 pi)) of the normal distribution.
+
+    Abramowitz and Stegun 7.1.26, within 1.5e-7 of erf: one exponential serves both, at a fraction
+    of what the library's erf costs.
+    """
+    density = tl.exp2(x * x * (-0.5 * LOG2E))
+    t = 1.0 / (1.0 + 0.23164189 * tl.abs(x))
+    tail = -0.726576014 + t * 0.530702714
+    tail = 0.127414796 + t * (-0.142248368 + t * (0.710706871 + t * tail))
+    tail = t * tail * density
+    return tl.where(x > 0, 1.0 - tail, tail), density
+
+
+@triton.jit
 def activate(x, ACT: tl.constexpr):
     """f(x) of an element-wise activation."""
     if ACT == "gelu":
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+        cdf, _ = normal(x)
+        return x * cdf
     elif ACT == "gelu_tanh":
         u = x * (1.5957691216057308 + 0.07135481282636786 * x * x)
         return x * tl.sigmoid(u)
@@ -142,8 +158,8 @@ def activate(x, ACT: tl.constexpr):
 def derivative(x, ACT: tl.constexpr):
     """f'(x) of an element-wise activation."""
     if ACT == "gelu":
-        cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-        return cdf + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        cdf, density = normal(x)
+        return cdf + x * 0.3989422804014327 * density
     elif ACT == "gelu_tanh":
         u = x * (1.5957691216057308 + 0.07135481282636786 * x * x)
         s = tl.sigmoid(u)

@@ -26,7 +26,7 @@ def main() -> int:
     failed = 0
     for case in chosen:
         try:
-            check(case, "triton")
+            check(case, "triton", repeat=False)
         except Exception:
             failed += 1
             print(f"FAILED {case}")

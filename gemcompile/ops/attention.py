@@ -58,8 +58,7 @@ def jagged_attention(
         dropout_p: probability with which an entry is dropped after the activation.
         dropout_seed: int64 [1] on the same device; the mask is a function of it alone.
         max_q, max_k: bounds on the lengths, never read from the device. None: the row count.
-        deterministic: True refuses what may not repeat bit for bit: on CUDA the gradient of a
-            bias, and float16 or bfloat16 softmax unless torch.use_deterministic_algorithms(True).
+        deterministic: True refuses what may not repeat bit for bit: the gradient of a bias on CUDA.
 
     Returns:
         [Tq, H, Dv], or [B, S, H, Dv] for shared queries. A softmax row that sees no key gives 0;
@@ -94,8 +93,8 @@ def jagged_attention(
     max_k = k.shape[0] if max_k is None else max_k
     if bias is not None:
         bias = _check_bias(bias, batch, q, max_q, max_k)
-    if deterministic:
-        _check_deterministic(q, activation, bias)
+    if deterministic and bias is not None and bias.is_cuda and bias.requires_grad:
+        raise ValueError("the gradient of bias is summed by atomics: deterministic=True refuses it")
     _check_dropout(dropout_p, dropout_seed, q)
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[2]) if activation == "softmax" else 1.0
@@ -208,19 +207,6 @@ def _check_bias(bias: Tensor, batch: int, q: Tensor, max_q: int, max_k: int) -> 
     if bias.device != q.device or bias.dtype not in _FLOATS:
         raise ValueError(f"bias must be a floating tensor on {q.device}")
     return full
-
-
-def _check_deterministic(q: Tensor, activation: str, bias: Tensor | None) -> None:
-    if not q.is_cuda:
-        return
-    if bias is not None and bias.requires_grad:
-        raise ValueError("the gradient of bias is summed by atomics: deterministic=True refuses it")
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    if activation == "softmax" and half and not torch.are_deterministic_algorithms_enabled():
-        raise ValueError(
-            "deterministic=True needs torch.use_deterministic_algorithms(True) for softmax in "
-            f"{q.dtype} on CUDA"
-        )
 
 
 def _check_dropout(p: float, seed: Tensor | None, q: Tensor) -> None:

@@ -10,7 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """What decides whether a kernel can run: everything but the values and the row counts."""
+    """What decides whether a kernel can run: everything but the values and the row counts.
+
+    ``large`` is True where a tensor has 2^31 elements or more, past 32-bit offsets.
+    """
 
     dtype: torch.dtype
     heads: int
@@ -24,6 +27,7 @@ class AttentionRequest:
     bias: bool = False
     out_scale: bool = False
     dropout: bool = False
+    large: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,4 +85,5 @@ class AttentionArgs:
             bias=self.bias is not None,
             out_scale=self.out_scale is not None,
             dropout=self.dropout_p > 0.0,
+            large=max(x.numel() for x in (self.q, self.k, self.v)) >= 2**31,
         )
