@@ -16,7 +16,8 @@ from gemcompile.pass_manager import Context, Pass
 from gemcompile.report import source_line
 
 from .attention_arrange import Sizes
-from .attention_match import Declined, Match
+from .attention_encoder import write_out_encoder_layers
+from .attention_match import Declined, Match, NotAttention
 from .attention_mutation import erase_unread_mutations, reads_tainted, tainted
 from .attention_plan import Plan, plan
 from .attention_rewrite import MaskCache, rewrite
@@ -37,10 +38,10 @@ class FuseAttention(Pass):
     def run(self, gm: GraphModule, context: Context) -> int:
         """Rewrite every proven site; report each site, rewritten or declined."""
         gm.graph.eliminate_dead_code()
+        changes = write_out_encoder_layers(gm)
         graph = _Surroundings(gm.graph)
         scores = Scores(_parameters(gm.graph, context))
         sizes, cache = Sizes(gm.graph), MaskCache(gm)
-        changes = 0
         for node in list(gm.graph.nodes):
             try:
                 match = _match(node, scores)
@@ -48,11 +49,12 @@ class FuseAttention(Pass):
                     continue
                 graph.check(match)
                 site = plan(match, context.options.strict)
-            except Declined as reason:
-                where = node
-                context.report.add("attention", "declined", target_name(node), str(reason), where)
+                rewrite(gm, site, sizes, cache)
+            except NotAttention:
                 continue
-            rewrite(gm, site, sizes, cache)
+            except Declined as reason:
+                context.report.add("attention", "declined", target_name(node), str(reason), node)
+                continue
             _report(context, site)
             changes += 1
         if changes:
@@ -111,10 +113,15 @@ class _Surroundings:
             raise Declined("a tensor that it reads is changed in place")
 
     def _check_readers(self, match: Match, inside: set[Node]) -> None:
+        """Scores and weights must have no other readers, unless those die with the match."""
         weights = True
-        for node in match.interior:
+        for node in list(match.interior):
             for user in node.users:
                 if user not in inside:
+                    dying = _dying(user, inside, match.reads())
+                    if dying is not None:
+                        match.interior += dying - set(match.interior)
+                        continue
                     what = "weights" if weights else "scores"
                     place = source_line(user)
                     reader = target_name(user) + (f" at {place}" if place else "")
@@ -122,6 +129,24 @@ class _Surroundings:
                         reader = "the caller"
                     raise Declined(f"the attention {what} are also used by {reader}")
             weights = weights and contraction(node) is None
+
+
+def _dying(reader: Node, inside: set[Node], kept: set[Node]) -> set[Node] | None:
+    """A reader of the scores and all that is made from it, where only the match uses that.
+
+    So it is with ``zeros_like(scores)`` in a mask; None where something else lives on.
+    """
+    seen: set[Node] = set()
+    stack = [reader]
+    while stack:
+        node = stack.pop()
+        if node in inside or node in seen:
+            continue
+        if node in kept or node.op == "output" or len(seen) > 50:
+            return None
+        seen.add(node)
+        stack += node.users
+    return seen
 
 
 def _changes_mode(node: Node) -> bool:

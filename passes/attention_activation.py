@@ -109,7 +109,7 @@ def unshifted(x: Node, dim: int) -> tuple[Node, list[Node]]:
     if is_first and is_call(pair, aten.max.dim):
         given = arguments(pair)  # type: ignore[arg-type]
         if given["self"] is source and given["dim"] % _rank(source) == dim and given["keepdim"]:
-            return source, [*nodes, top, pair]
+            return source, [*nodes, top, pair]  # type: ignore[list-item]
     return x, []
 
 

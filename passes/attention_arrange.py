@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 
 from gemcompile.graph import Editor, shape, value
 
+from .attention_match import Declined
 from .axes import Axis, Label, Labels, expression, fresh, is_view, regroup, settle_all, through
 
 aten = torch.ops.aten
@@ -43,7 +44,7 @@ class Sizes:
                 if expression(s) == size:
                     return edit(aten.sym_size.int, node, dim)
         if len(label) < 2:
-            raise LookupError(f"no value in the graph has the size {size}")
+            raise Declined(f"no value in the graph has the size {size}")
         first, rest = self.of(edit, label[:1], near), self.of(edit, label[1:], near)
         return edit(operator.mul, first, rest)
 
@@ -76,12 +77,12 @@ class Arranger:
         dimension is missing and ``expand`` is False.
         """
         wanted = plain(target)
-        if plain(labels) == wanted:
-            return node
         have = [a for label in plain(labels) for a in label]
-        node = self._split(node, plain(labels), have)
         if not expand:
             wanted = tuple(label if set(label) & set(have) else () for label in wanted)
+        if plain(labels) == wanted:
+            return node
+        node = self._split(node, plain(labels), have)
         order = [a for label in wanted for a in label]
         node = self._permute(node, [have.index(a) for a in order if a in have])
         node = self._broadcast(node, order, have)

@@ -122,6 +122,14 @@ class Match:
         """The activation normalises rows."""
         return self.activation == "softmax"
 
+    def reads(self) -> set[Node]:
+        """The values that the rewritten site reads."""
+        literals = [x for m in self.hidden for x in m.literals] + list(self.kept)
+        found = {x.node for x in literals if isinstance(x, Leaf)}
+        found |= {n for operand in (self.q, self.k, self.v) for n, _ in operand.places}
+        found |= {f.node for f in (*self.query_factors, *self.row_factors)}
+        return found | {b.node for b in self.biases}
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -154,7 +162,10 @@ def groups(match: Match) -> Groups:
     if all(a.unit or a not in in_k and a not in in_v for a in b):
         _no_batch(match, b)
     score_axes = axes_of((batch, rows, keys))
-    dv = tuple(a for label in settle_all(match.out) for a in label if a not in (*shared, *query))
+    widths = [tuple(a for a in w if a not in (*shared, *query)) for w in settle_all(match.out)]
+    dv = tuple(a for label in widths for a in label)
+    if sum(any(not a.unit for a in label) for label in widths) > 1:
+        raise Declined("the weights are shared along an axis of the values")
     if set(dv) & score_axes or not _within(in_v, b, keys, h, dv):
         raise Declined("the values vary along an axis that is neither batch, key nor head")
     if not _within(in_k, b, keys, h, depth) or not _within(match.q.axes(), b, query, h, depth):

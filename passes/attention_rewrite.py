@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,37 +32,36 @@ class MaskCache:
         self.gm = gm
         self._made: dict[Any, Node] = {}
 
-    def negated(self, leaf: Leaf) -> Node:
-        """The leaf's tensor as bool, True where visible."""
+    def visible(self, leaf: Leaf, before: Node) -> Node:
+        """The leaf's tensor as bool, True where visible; a value that stands before the site."""
         node = leaf.node
-        if value(node).dtype is torch.bool:
-            if leaf.want:
-                return node
-            for user in node.users:
-                if user.target in (aten.bitwise_not.default, aten.logical_not.default):
-                    return user
-            return self.make(("not", node), node, aten.bitwise_not.default, node)
-        op = aten.ne.Scalar if leaf.want else aten.eq.Scalar
-        return self.make((op, node), node, op, node, 0)
+        if value(node).dtype is not torch.bool:
+            return self._after(node, aten.ne.Scalar if leaf.want else aten.eq.Scalar, node, 0)
+        if leaf.want:
+            return node
+        for user in node.users:
+            negates = user.target in (aten.bitwise_not.default, aten.logical_not.default)
+            if negates and user < before:
+                return user
+        return self._after(node, aten.bitwise_not.default, node)
 
-    def make(self, key: Any, after: Node, op: Any, *args: Argument) -> Node:
-        """One node right after ``after``, the same for equal keys."""
-        if key not in self._made:
-            self._made[key] = self.editor(after)(op, *args)
-        return self._made[key]
+    def both(self, a: Node, b: Node) -> Node:
+        """a and b."""
+        return self._after(max(a, b), aten.bitwise_and.Tensor, a, b)
 
-    def remember(self, key: Any, make: Any) -> Node:
+    def remember(self, key: Any, make: Callable[[], Node]) -> Node:
         """The node made for this key, made now if need be."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
-    def editor(self, after: Node) -> Editor:
-        """New nodes go right after ``after``, or after the inputs where it is one."""
-        place = after.next
+    def _after(self, node: Node, op: Any, *args: Argument) -> Node:
+        """One node right after ``node``, or after the inputs where it is one."""
+        place = node.next
         while place.op == "placeholder":
             place = place.next
-        return Editor(self.gm, like=after, before=place)
+        edit = Editor(self.gm, like=node, before=place)
+        return self.remember((op, args), lambda: edit(op, *args))
 
 
 def rewrite(gm: GraphModule, site: Plan, sizes: Sizes, cache: MaskCache) -> Node:
@@ -74,6 +75,7 @@ class _Writer:
         self.sizes = sizes
         self.gm = gm
         self.edit = Editor(gm, like=self.match.node)
+        self._dense_masks: dict[Literal, Node] = {}
         ends = [x.places[-1][0] for x in (self.match.q, self.match.k, self.match.v)]
         firsts = [x.places[0][0] for x in (self.match.q, self.match.k, self.match.v)]
         self.arrange = Arranger(self.edit, sizes, ends + firsts)
@@ -139,40 +141,37 @@ class _Writer:
         masks = [self._one_key_mask(leaf) for leaf in leaves]
         if not masks:
             return None
-        both = masks[0]
-        for m in masks[1:]:
-            later = max(both, m)
-            both = self.cache.make(("and", both, m), later, aten.bitwise_and.Tensor, both, m)
-        return both
+        return functools.reduce(self.cache.both, masks)
 
     def _one_key_mask(self, leaf: Leaf) -> Node:
-        target = (self.g.b, self.g.k)
-        known = (leaf.node, leaf.want, plain(leaf.labels), plain(target))
+        mask = self.cache.visible(leaf, self.match.node)
+        labels, target = plain(leaf.labels), (self.g.b, self.g.k)
         # Axes are made anew for every site: what repeats is their place in the target.
-        order = {a: i for i, a in enumerate(a for label in plain(target) for a in label)}
-        key = (leaf.node, leaf.want, tuple(tuple(order[a] for a in w) for w in known[2]))
-
-        def make() -> Node:
-            mask = self.cache.negated(leaf)
-            arrange = Arranger(self.cache.editor(mask), self.sizes, [mask, *self.arrange.near])
-            return arrange(mask, leaf.labels, target)
-
-        return (
-            self.cache.remember(key, make)
-            if plain(leaf.labels) != plain(target)
-            else (self.cache.negated(leaf))
+        place = {a: i for i, a in enumerate(a for label in plain(target) for a in label)}
+        where = tuple(tuple(place[a] for a in label) for label in labels)
+        edit = Editor(
+            self.gm,
+            like=mask if mask.op == "call_function" else self.match.node,
+            before=self.match.node,
         )
+        arrange = Arranger(edit, self.sizes, [mask, *self.arrange.near])
+        return self.cache.remember(("keys", mask, where), lambda: arrange(mask, labels, target))
 
     def _row_mask(self, leaf: Leaf) -> Node:
         g = self.g
-        return self.arrange(
-            self.cache.negated(leaf), leaf.labels, (g.b, g.q, g.h, ()), expand=False
-        )
+        mask = self.cache.visible(leaf, self.match.node)
+        return self.arrange(mask, leaf.labels, (g.b, g.q, g.h, ()), expand=False)
 
     def _dense(self, x: Literal) -> Node:
+        """bool, broadcastable to [b, h, q, k]; made once."""
+        if x not in self._dense_masks:
+            self._dense_masks[x] = self._write_dense(x)
+        return self._dense_masks[x]
+
+    def _write_dense(self, x: Literal) -> Node:
         g = self.g
         if isinstance(x, Leaf):
-            mask = self.cache.negated(x)
+            mask = self.cache.visible(x, self.match.node)
             return self.arrange(mask, x.labels, (g.b, g.h, g.q, g.k), expand=False)
         # Band(q, k): k <= q + offset. Band(k, q): q <= k + offset, that is k >= q - offset.
         lower = settle(x.row) == g.q
@@ -184,10 +183,7 @@ class _Writer:
         return self.edit(aten.triu.default, ones, -x.offset)
 
     def _all_of(self, masks: list[Node]) -> Node:
-        both = masks[0]
-        for m in masks[1:]:
-            both = self.edit(aten.bitwise_and.Tensor, both, m)
-        return both
+        return functools.reduce(lambda a, b: self.edit(aten.bitwise_and.Tensor, a, b), masks)
 
     def _row_sees_something(self, key_mask: Node | None) -> Node:
         """bool [b, q, h, 1], or with dimensions of size 1."""
@@ -222,10 +218,7 @@ class _Writer:
             )
         if not terms:
             return None
-        total = terms[0]
-        for t in terms[1:]:
-            total = self.edit(aten.add.Tensor, total, t)
-        return total
+        return functools.reduce(lambda a, b: self.edit(aten.add.Tensor, a, b), terms)
 
     def _bias_term(self, bias: Addend) -> Node:
         g = self.g

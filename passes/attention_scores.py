@@ -23,7 +23,7 @@ _BETWEEN = {
     aten.gelu.default, aten.silu.default, aten.relu.default, aten.sigmoid.default,
     aten.leaky_relu.default, aten.hardswish.default, aten.square.default, aten.tanh.default,
     aten.pow.Tensor_Scalar, aten.clamp.default, aten.neg.default, aten.clamp_min.default,
-    aten._softmax.default,
+    aten._softmax.default, aten.detach.default,
 }  # fmt: skip
 
 
@@ -31,30 +31,35 @@ class Scores:
     """Which values are made, however loosely, from a product of two activations."""
 
     def __init__(self, parameters: set[Node]) -> None:
-        self.parameters = parameters
-        self._known: dict[Node, bool] = {}
+        self._parameters = parameters
+        self._known: dict[tuple[Node, bool], bool] = {}
 
-    def leads(self, x: object) -> bool:
-        """The node is q k^T of something, or made from it element by element."""
+    def leads(self, x: object, learned: bool = True) -> bool:
+        """The node is q k^T of something, or made from it element by element.
+
+        ``learned`` admits that one of the two is a parameter, such as a learned query.
+        """
         if not isinstance(x, Node):
             return False
-        if x not in self._known:
-            self._known[x] = False
-            self._known[x] = self._search(x)
-        return self._known[x]
+        if (x, learned) not in self._known:
+            self._known[x, learned] = False
+            self._known[x, learned] = self._search(x, learned)
+        return self._known[x, learned]
 
-    def _search(self, x: Node) -> bool:
+    def _search(self, x: Node, learned: bool) -> bool:
         found = contraction(x)
         if found is not None:
-            return not (self._is_weight(found.left) or self._is_weight(found.right))
+            weights = self.is_weight(found.left) + self.is_weight(found.right)
+            return weights <= learned
         if is_view(x) or functional(x) in _BETWEEN:
-            return any(self.leads(y) for y in x.all_input_nodes)
+            return any(self.leads(y, learned) for y in x.all_input_nodes)
         return False
 
-    def _is_weight(self, x: Node) -> bool:
+    def is_weight(self, x: Node) -> bool:
+        """A parameter, or a view of one."""
         while is_view(x) or is_call(x, *CASTS):
             x = x.args[0]  # type: ignore[assignment]
-        return x in self.parameters
+        return x in self._parameters
 
 
 Step = tuple[Node, Labels, bool]

@@ -68,7 +68,7 @@ def match_contraction(node: Node, scores: Scores) -> Match | None:
     if found is None or found.addend is not None:
         return None
     for weights, values in ((found.left, found.right), (found.right, found.left)):
-        if scores.leads(weights):
+        if scores.leads(weights) and not scores.is_weight(values):
             try:
                 return _Walk(found, weights, values, scores).run()
             except NotAttention:
@@ -113,7 +113,8 @@ class _Walk:
     def fail(self, reason: str) -> NoReturn:
         """Report where the shape is that of attention, else pass by in silence."""
         name = self.match.activation
-        if name == "softmax" or name and self.scores.leads(self.node) or self._softmax_above():
+        shaped = name == "softmax" or name and self.scores.leads(self.node)
+        if self.scores.leads(self.node, learned=False) and (shaped or self._softmax_above()):
             raise Declined(reason)
         raise NotAttention
 
@@ -402,6 +403,8 @@ class _Walk:
             self.fail("the keys of the scores are not the keys of the values")
         match.q, q_scale = scaled_operand(q, q_labels)
         match.k, k_scale = scaled_operand(k, k_labels)
+        if self.scores.is_weight(k):
+            raise NotAttention
         match.scale = self.factor * found.alpha * q_scale * k_scale
         known = dict(zip(found.out_letters, self.labels))
         for letter in found.out_letters:

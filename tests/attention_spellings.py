@@ -452,7 +452,7 @@ def sdpa_float_mask(q, k, v, lens):
 def sdpa_causal_and_padding(q, k, v, lens):
     n = q.shape[1]
     mask = torch.ones(n, n, dtype=torch.bool).tril() & valid(lens, n)[:, None, None, :]
-    return join(F.scaled_dot_product_attention(*split_all(q, k, v), attn_mask=mask, scale=0.5))
+    return join(F.scaled_dot_product_attention(*split_all(q, k, v), attn_mask=mask, scale=0.3))
 
 
 @rewritten
