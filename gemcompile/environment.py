@@ -32,21 +32,14 @@ def leaving_cause(gm: GraphModule) -> tuple[str, str]:
     A padded value that leaves a graph cannot be proven dead, and the user wants to know why it
     leaves.
     """
-    from torch.nn.parallel.distributed import DistributedDataParallel
-
-    if DistributedDataParallel._get_active_ddp_module() is not None and not hasattr(
-        gm, "compile_subgraph_reason"
-    ):
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return "", ""
+    if "DDPOptimizer" in reason.reason:
         return (
             "DistributedDataParallel splits the graph into buckets",
             "set torch._dynamo.config.optimize_ddp = False (or 'python_reducer')",
         )
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    if reason is not None and reason.graph_break:
-        frame = reason.user_stack[-1] if reason.user_stack else None
-        place = f" at {frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" if frame else ""
-        return (
-            f"the graph breaks{place}",
-            "remove the graph break (torch.compile(fullgraph=True) names it)",
-        )
-    return "", ""
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    place = f" at {frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" if frame else ""
+    return f"the graph breaks{place}", "remove the graph break (fullgraph=True names it)"

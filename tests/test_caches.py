@@ -1,4 +1,4 @@
-"""Inductor's and AOTAutograd's caches on disk: hit by the next process, missed by whatever differs."""
+"""Inductor's and AOTAutograd's caches on disk: the next process hits, a difference misses."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_pass_without_identity_bypasses(runs: list[dict[str, dict[str, Any]]]) -
 def test_digest_covers_every_file(
     edited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("backend.py", "ops/attention.py", "passes/x.py", "lowering/y.py"):
+    for name in FILES:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("a = 1\n")
     monkeypatch.setattr(gemcompile.identity, "__file__", str(tmp_path / "identity.py"))

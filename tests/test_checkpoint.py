@@ -22,7 +22,7 @@ ATTENTION = ("gem.jagged_attention", "aten._scaled_dot_product_flash_attention_f
 
 
 class Compiled:
-    """Trains a model for one step without code generation, and keeps its joint graph's two halves."""
+    """Trains a model for one step without code generation; keeps forward and backward graph."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, model: nn.Module, *args: Tensor) -> None:
         self.monkeypatch, self.model, self.args = monkeypatch, model, args
