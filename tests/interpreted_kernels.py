@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from dataclasses import replace
 
 import torch
 from kernel_cases import CASES, Case, check
@@ -19,8 +20,18 @@ def small(case: Case) -> bool:
     return case.dtype is torch.float32 and case.dim <= 96
 
 
+def shortened(case: Case) -> Case:
+    """Half the lengths: the tiles are 32 wide in float32, so long sequences still have several."""
+    keys = None if case.k_lengths is None else halves(case.k_lengths)
+    return replace(case, q_lengths=halves(case.q_lengths), k_lengths=keys)
+
+
+def halves(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple((n + 1) // 2 for n in lengths)
+
+
 def main() -> int:
-    chosen = [case for case in CASES if small(case)]
+    chosen = [shortened(case) for case in CASES if small(case)]
     if len(sys.argv) > 1:
         chosen = [case for case in chosen if sys.argv[1] in str(case)]
     failed = 0
