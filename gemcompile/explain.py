@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ def explain(
     from .backend import gem
 
     chosen = replace(Options.parse(options), inner="eager")
-    twin = copy.deepcopy(model) if isinstance(model, torch.nn.Module) else model
+    twin = _twin(model, {})
     call_args, call_kwargs = pytree.tree_map(_copy, (args, kwargs))
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
@@ -45,6 +47,34 @@ def explain(
     with record() as report, torch.random.fork_rng(devices=devices):
         torch.compile(twin, backend=backend, dynamic=True)(*call_args, **call_kwargs)
     return report
+
+
+def _twin(x: Any, memo: dict[int, Any]) -> Any:
+    """``x`` with every module and tensor copied that a call of it can reach by name."""
+    x = getattr(x, "_orig_mod", x)  # what torch.compile made, of a module or of a function
+    x = getattr(x, "_torchdynamo_orig_callable", x)
+    if isinstance(x, torch.nn.Module):
+        return copy.deepcopy(x, memo)
+    if isinstance(x, MethodType):
+        return MethodType(x.__func__, _twin(x.__self__, memo))
+    if isinstance(x, functools.partial):
+        keywords = {k: _twin(v, memo) for k, v in x.keywords.items()}
+        return functools.partial(_twin(x.func, memo), *(_twin(a, memo) for a in x.args), **keywords)
+    if isinstance(x, FunctionType):
+        return memo[id(x)] if id(x) in memo else _twin_function(x, memo)
+    return _copy(x)
+
+
+def _twin_function(f: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    memo[id(f)] = f  # a function that calls itself
+    closure = tuple(CellType(_twin(cell.cell_contents, memo)) for cell in f.__closure__ or ())
+    used = {name: f.__globals__[name] for name in f.__code__.co_names if name in f.__globals__}
+    modules = {k: _twin(v, memo) for k, v in used.items() if isinstance(v, torch.nn.Module)}
+    twin = FunctionType(
+        f.__code__, {**f.__globals__, **modules}, f.__name__, f.__defaults__, closure
+    )
+    twin.__kwdefaults__ = f.__kwdefaults__
+    return twin
 
 
 def _copy(x: Any) -> Any:

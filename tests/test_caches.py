@@ -71,9 +71,10 @@ def test_pass_without_identity_bypasses(runs: list[dict[str, dict[str, Any]]]) -
     assert site["reason"].startswith("Noted has no stable identity")
 
 
-@pytest.mark.parametrize(
-    "edited", ["backend.py", "ops/attention.py", "passes/x.py", "lowering/y.py"]
-)
+FILES = ["backend.py", "ops/attention.py", "passes/x.py", "lowering/y.py"]
+
+
+@pytest.mark.parametrize("edited", FILES)
 def test_digest_covers_every_file(
     edited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
