@@ -417,6 +417,15 @@ def no_mask_at_all(q, k, v, lens):
 
 
 @rewritten
+def masks_made_like_the_scores(q, k, v, lens):
+    q, k, v = split_all(q, k, v)
+    s = q @ k.mT / ROOT
+    causal = torch.ones_like(s[0, 0]).tril().bool()
+    s = torch.where(causal & keys(lens, s), s, torch.full_like(s, -1e9))
+    return join(s.softmax(-1) @ v)
+
+
+@rewritten
 def mask_as_additive_log(q, k, v, lens):
     q, k, v = split_all(q, k, v)
     s = q @ k.mT / ROOT + keys(lens, q.mT).float().log()
@@ -453,6 +462,12 @@ def sdpa_causal_and_padding(q, k, v, lens):
     n = q.shape[1]
     mask = torch.ones(n, n, dtype=torch.bool).tril() & valid(lens, n)[:, None, None, :]
     return join(F.scaled_dot_product_attention(*split_all(q, k, v), attn_mask=mask, scale=0.3))
+
+
+@rewritten
+def sdpa_causal_flag(q, k, v, lens):
+    """Right-padded causal attention needs no key mask: the op lets the padding be packed away."""
+    return join(F.scaled_dot_product_attention(*split_all(q, k, v), is_causal=True))
 
 
 @rewritten
@@ -649,7 +664,7 @@ def weights_also_returned(q, k, v, lens):
 
 @declined("there is no padding mask: torch's own kernel is as good")
 def sdpa_without_mask(q, k, v, lens):
-    return join(F.scaled_dot_product_attention(*split_all(q, k, v), is_causal=True))
+    return join(F.scaled_dot_product_attention(*split_all(q, k, v)))
 
 
 @declined("the additive mask hides whole queries, where softmax then ignores it")

@@ -8,6 +8,7 @@ from typing import Any
 import attention_spellings as spellings
 import pytest
 import torch
+import torch.nn.attention.flex_attention  # noqa: F401 (makes its operator known)
 import torch.nn.functional as F
 from attention_helpers import Rewritten, Tensors, results
 from attention_spellings import HEADS, ROOT, WIDTH, join, keys, split_all, valid
@@ -16,7 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from gemcompile.graph import text
 from gemcompile.options import Options
+from gemcompile.passes.attention import FuseAttention
 from gemcompile.report import Site
+from gemcompile.testing import run_passes
+
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def inputs(batch: int = 3, length: int = 16, dtype: torch.dtype = torch.float32) -> Tensors:
@@ -357,6 +362,8 @@ def test_cross_attention_masks_the_keys_of_the_other_sequence() -> None:
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("train", [True, False])
 def test_transformer_encoder(train: bool, norm_first: bool) -> None:
+    if not train and TORCH < (2, 13):
+        pytest.skip("Dynamo of this torch cannot trace the encoder's inference operator")
     layer = nn.TransformerEncoderLayer(
         WIDTH, HEADS, 64, 0.0, activation="gelu", batch_first=True, norm_first=norm_first
     ).train(train)
@@ -367,6 +374,17 @@ def test_transformer_encoder(train: bool, norm_first: bool) -> None:
         run.check([x.detach().requires_grad_(train), ~valid(lengths, 16)])
     run.report.expect(attention=2)
     assert not [t for t in run.targets() if "encoder_layer" in t or "dot_product" in t]
+
+
+def test_flex_attention_is_declined_with_its_reason() -> None:
+    graph = torch.fx.Graph()
+    q = graph.placeholder("q")
+    graph.output(graph.call_function(torch.ops.higher_order.flex_attention, (q, q, q)))
+    report = run_passes(torch.fx.GraphModule({}, graph), [FuseAttention()])
+    (site,) = report.sites
+    assert site.reason == (
+        "flex_attention is a fused kernel already, with its mask in a program of its own"
+    )
 
 
 # --- What is said, and what is passed by. --------------------------------------------------------
