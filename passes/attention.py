@@ -18,7 +18,7 @@ from gemcompile.report import source_line
 from .attention_arrange import Sizes
 from .attention_encoder import write_out_encoder_layers
 from .attention_match import Declined, Match, NotAttention
-from .attention_mutation import erase_unread_mutations, reads_tainted, tainted
+from .attention_mutation import Changes, erase_unread_mutations
 from .attention_plan import Plan, plan
 from .attention_rewrite import MaskCache, rewrite
 from .attention_scores import Scores
@@ -92,7 +92,7 @@ class _Surroundings:
     """What must hold around a match: one autocast and grad mode, no other readers, no mutation."""
 
     def __init__(self, graph: Graph) -> None:
-        self.tainted = tainted(graph)
+        self.changes = Changes(graph)
         self.mode: dict[Node, int] = {}
         mode = 0
         for node in graph.nodes:
@@ -108,8 +108,10 @@ class _Surroundings:
             raise Declined("it reaches across the border of an activation checkpoint")
         self._check_readers(match, inside)
         operands = [n for x in (match.q, match.k, match.v) for n, _ in x.places]
-        shared = next((n for n in operands if reads_tainted([n], self.tainted, 1)), None)
-        if shared or reads_tainted(match.mask_nodes, self.tainted):
+        inner = [*operands, *match.interior]
+        if self.changes.between(inner, match.node, ancestors=False) or self.changes.between(
+            match.mask_nodes, match.node, ancestors=True
+        ):
             raise Declined("a tensor that it reads is changed in place")
 
     def _check_readers(self, match: Match, inside: set[Node]) -> None:

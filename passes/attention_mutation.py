@@ -68,32 +68,40 @@ def is_private(node: Node) -> bool:
     return False
 
 
-def tainted(graph: Graph) -> set[Node]:
-    """Roots of memory that is changed in place while other nodes may still look at it.
+class Changes:
+    """Where in a graph memory is changed in place while other nodes may still look at it.
 
     A change of a private value is as good as a new value: the tracer lets later nodes read the
     in-place operator's result.
     """
-    changed = (mutated_argument(node) for node in graph.nodes)
-    return {root(x) for x in changed if x is not None and not is_private(x)}
 
+    def __init__(self, graph: Graph) -> None:
+        self.place = {node: i for i, node in enumerate(graph.nodes)}
+        self.changed: dict[Node, list[int]] = {}
+        for node in graph.nodes:
+            x = mutated_argument(node)
+            if x is not None and not is_private(x):
+                self.changed.setdefault(root(x), []).append(self.place[node])
 
-def reads_tainted(nodes: Iterable[Node], changed: set[Node], limit: int = 2000) -> Node | None:
-    """The first of the nodes or their ancestors that shares memory with a changed root.
-
-    Past ``limit`` ancestors nothing is proven, and the node reached last is named.
-    """
-    seen: set[Node] = set()
-    stack = list(nodes) if changed else []
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if root(node) in changed or len(seen) > limit:
-            return node
-        stack += node.all_input_nodes
-    return None
+    def between(self, nodes: Iterable[Node], end: Node, *, ancestors: bool) -> bool:
+        """True where one of the nodes, or of what they are made of, may hold something else at
+        ``end`` than where it was made."""
+        if not self.changed:
+            return False
+        last = self.place[end]
+        seen: set[Node] = set()
+        stack = list(nodes)
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            made = self.place.get(node, last)
+            if any(made < at <= last for at in self.changed.get(root(node), ())):
+                return True
+            if ancestors:
+                stack += node.all_input_nodes
+        return False
 
 
 def erase_unread_mutations(graph: Graph) -> None:

@@ -23,7 +23,7 @@ def match_sdpa(node: Node) -> Match:
     """
     given = arguments(node)
     q, k, v, mask = given["query"], given["key"], given["value"], given["attn_mask"]
-    if mask is None:
+    if mask is None and not given["is_causal"]:
         raise Declined(NO_PADDING)
     match = Match(node, fresh(node), "softmax", fused=True)
     batch, row = match.out[:-2], match.out[-2]
@@ -38,14 +38,15 @@ def match_sdpa(node: Node) -> Match:
     match.scale = _sdpa_scale(given["scale"], match.depth)
     if given["dropout_p"]:
         match.dropout, match.dropout_p = node, float(given["dropout_p"])
-    scores = (*out_shape, shape(q)[-2], shape(k)[-2])
-    labels = aligned(mask, scores, (*batch, row, match.keys))
-    if labels is None:
-        raise Declined("the mask does not broadcast to the scores")
-    _sdpa_mask(match, mask, labels)
     if given["is_causal"]:
         match.hidden.append(Masking((Band(row, match.keys, 0),), -math.inf, True, True))
-    match.mask_nodes.append(mask)
+    if mask is not None:
+        scores = (*out_shape, shape(q)[-2], shape(k)[-2])
+        labels = aligned(mask, scores, (*batch, row, match.keys))
+        if labels is None:
+            raise Declined("the mask does not broadcast to the scores")
+        _sdpa_mask(match, mask, labels)
+        match.mask_nodes.append(mask)
     return match
 
 

@@ -142,7 +142,17 @@ def _take(queue: list[Factor], need: sympy.Expr) -> Dim | None:
         taken.append(other(need))
         queue[0] = other(part)
         need = sympy.Integer(1)
-    return tuple(taken) or (other(1),)
+    return _merged(taken) or (other(1),)
+
+
+def _merged(factors: Sequence[Factor]) -> Dim:
+    """Neighbours that are neither batch nor position as one: ``(o2 o16)`` is ``(o32)``."""
+    out: list[Factor] = []
+    for f in factors:
+        if out and out[-1].axis == f.axis == "o":
+            f = other(out.pop().size * f.size)
+        out.append(f)
+    return tuple(out)
 
 
 def _quotient(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:

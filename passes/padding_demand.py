@@ -15,7 +15,7 @@ from . import padding_rules_math  # noqa: F401  registers its rules
 from .aliases import mutated
 from .layout import Layout, other, plain
 from .padding_exits import Exit, exit_of, gather_exit, gathered_row
-from .padding_masks import Atom, Atoms, atom_of, earlier_rows, is_prefix, materialize
+from .padding_masks import Atom, Atoms, atom_of, earlier_rows, is_prefix, materialize, right_after
 from .padding_rules import RowWise, row_wise
 
 aten = torch.ops.aten
@@ -191,7 +191,7 @@ def _seen_keys(a: Analysis, n: Node, d: Demand | None, given: dict[str, Any]) ->
     if all(map(is_prefix, d.atoms)):
         return d.atoms  # what precedes a row of a prefix lies in the prefix
     if "gem_earlier" not in n.meta:
-        edit = Editor(a.gm, like=n)
+        edit = right_after(a.gm, d.atoms)
         n.meta["gem_earlier"] = earlier_rows(edit, materialize(edit, d.atoms))
     return frozenset({Atom(n.meta["gem_earlier"])})
 

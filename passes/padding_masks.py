@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from gemcompile.graph import Editor, arguments, is_call, same_size
 
@@ -200,6 +200,16 @@ def earlier_rows(edit: Editor, mask: Node) -> Node:
     total = edit(aten.sum.dim_IntList, mask, [1], True)
     # a row is needed while rows of the mask are still to come, or where it is one itself
     return edit(aten.bitwise_or.Tensor, mask, edit(aten.lt.Tensor, count, total))
+
+
+def right_after(gm: GraphModule, atoms: Atoms) -> Editor:
+    """An editor at the first place where all of the atoms are known."""
+    nodes = {a.node for a in atoms}
+    last: Node = next(iter(gm.graph.nodes))
+    for n in gm.graph.nodes:
+        if n in nodes or n.op == "placeholder":
+            last = n
+    return Editor(gm, like=next(iter(nodes)), before=last.next)
 
 
 def materialize(edit: Editor, atoms: Iterable[Atom]) -> Node:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import networkx as nx
 from torch.fx import GraphModule, Node
 
-from gemcompile.graph import Editor, arguments
+from gemcompile.graph import arguments
 
 from .padding_demand import Analysis
-from .padding_masks import Atoms, materialize
+from .padding_masks import Atoms, materialize, right_after
 
 Key = Node | tuple[str, Node]  # ("keys", n): the key and value side of attention n
 
@@ -34,9 +34,7 @@ class Region:
     def mask(self, analysis_graph: GraphModule) -> Node:
         """The bool [B, L] node of the region's rows."""
         if self._mask is None:
-            anchor = _after_inputs_of(analysis_graph, {a.node for a in self.atoms})
-            edit = Editor(analysis_graph, like=next(iter(self.atoms)).node, before=anchor)
-            self._mask = materialize(edit, self.atoms)
+            self._mask = materialize(right_after(analysis_graph, self.atoms), self.atoms)
         return self._mask
 
     def unsound(self, analysis: Analysis) -> str:
@@ -76,16 +74,6 @@ def _hint(sizes: list[object]) -> int:
     for s in sizes:
         out *= int(s) if getattr(s, "is_Integer", False) else 4096  # type: ignore[call-overload]
     return out
-
-
-def _after_inputs_of(gm: GraphModule, nodes: set[Node]) -> Node:
-    """The node before which all of ``nodes`` are defined."""
-    last: Node = next(iter(gm.graph.nodes))
-    for n in gm.graph.nodes:
-        if n in nodes or n.op == "placeholder":
-            last = n
-    following: Node = last.next
-    return following
 
 
 def regions(a: Analysis) -> list[Region]:

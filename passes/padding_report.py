@@ -4,12 +4,15 @@ padded row.
 
 from __future__ import annotations
 
+import sympy
+import torch
 from torch.fx import Node
 
 from gemcompile.graph import arguments, target_name
 from gemcompile.pass_manager import Context
 from gemcompile.report import source_line
 
+from .layout import expr
 from .padding_demand import All, Analysis
 from .padding_emit import Result
 from .padding_regions import Region
@@ -63,10 +66,21 @@ def observer(a: Analysis, n: Node, context: Context) -> str:
                 return f"the next attention needs padded rows{_place(user)}"
             at = user
             continue
-        if isinstance(a.demand.get(user), All) and (user.target in RULES or is_pointwise(user)):
+        passes_on = user.target in RULES or is_pointwise(user)
+        if passes_on and isinstance(a.demand.get(user), All) and _has_rows(user, n):
             at = user
             continue
         return f"{target_name(user)} observes padded rows{_place(user)}"
+
+
+def _has_rows(n: Node, attention: Node) -> bool:
+    """n still holds a value for every batch entry and position of the attention's output."""
+    value = n.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return True  # a split
+    size = sympy.prod([expr(s) for s in value.shape])
+    rows = sympy.prod([expr(s) for s in attention.meta["val"].shape[:2]])
+    return bool(sympy.cancel(size / rows).as_numer_denom()[1] == 1)
 
 
 def _place(n: Node) -> str:

@@ -113,7 +113,8 @@ def _along(n: Node, layout: Layout) -> RowWise | None:
 @rule(
     aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.any.dim,
     aten.all.dim, aten.linalg_vector_norm.default, aten.logsumexp.default,
-    aten.argmax.default, aten.prod.dim_int, aten.norm.ScalarOpt_dim, aten.var.correction, aten.std.correction,
+    aten.argmax.default, aten.prod.dim_int, aten.norm.ScalarOpt_dim,
+    aten.var.correction, aten.std.correction,
 )  # fmt: skip
 def _reduce(n: Node, layout: Layout) -> RowWise | None:
     """Sums over features; over rows it would mix them."""

@@ -18,7 +18,7 @@ def keep_mask(lens: Tensor, length: int) -> Tensor:
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP; ``style`` is "sdpa", "manual" (-inf) or "finite" (-1e9)."""
+    """Pre-norm attention and MLP; ``style`` is "sdpa", "causal only", "manual" (-inf) or "finite" (-1e9)."""
 
     def __init__(self, width: int, heads: int, style: str, dropout: float, causal: bool) -> None:
         super().__init__()
@@ -39,7 +39,9 @@ class Block(nn.Module):
         mask = keep[:, None, None, :]
         if self.causal:
             mask = mask & torch.ones(n, n, dtype=torch.bool, device=x.device).tril()[None, None]
-        if self.style == "sdpa":
+        if self.style == "causal only":
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        elif self.style == "sdpa":
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         else:
             fill = -1e9 if self.style == "finite" else float("-inf")
