@@ -165,6 +165,67 @@ def test_mask_over_queries_is_not_one_over_keys(fill: float) -> None:
     assert only_site(run).details["mask"] == "queries"
 
 
+MASKS = {
+    "bool [B, L]": lambda: (torch.rand(3, 1, 1, 6) > 0.4, "keys"),
+    "numbers [B, L]": lambda: ((torch.rand(3, 1, 1, 6) > 0.4).long(), "keys"),
+    "[L]": lambda: (torch.tensor([1, 0, 1, 1, 0, 1]).bool(), "keys"),
+    "[B, L, L]": lambda: (torch.rand(3, 1, 6, 6) > 0.4, "bias"),
+    "[H, L, L]": lambda: (torch.rand(HEADS, 6, 6) > 0.4, "bias"),
+    "[B, H, L, L]": lambda: (
+        torch.rand(3, HEADS, 6, 6) > 0.4,
+        "the mask is as large as the scores",
+    ),
+}
+
+
+@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
+@pytest.mark.parametrize("activation", [torch.softmax, F.silu], ids=["softmax", "silu"])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_from_outside(name: str, activation: Any, dynamic: bool) -> None:
+    mask, expected = MASKS[name]()
+
+    def attend(q, k, v, mask):
+        q, k, v = split_all(q, k, v)
+        s = q @ k.mT / ROOT
+        if activation is F.silu:
+            return join(F.silu(s).masked_fill(mask == 0, 0.0) @ v)
+        return join(s.masked_fill(mask == 0, -1e9).softmax(-1) @ v)
+
+    run = Rewritten(attend, dynamic)
+    run.check([*inputs(length=6)[:3], mask])
+    site = only_site(run)
+    if expected == "bias":
+        assert site.details == {"mask": "none", "bias": True}
+    else:
+        assert expected in (site.reason, site.details.get("mask"))
+
+
+def test_two_masks_of_different_kinds_hide_together() -> None:
+    """An infinite causal mask under a finite padding mask: that a row sees a key is assumed."""
+
+    def attend(q, k, v, lens):
+        q, k, v = split_all(q, k, v)
+        n = q.shape[2]
+        s = (q @ k.mT / ROOT).masked_fill(torch.ones(n, n).triu(1).bool(), -math.inf)
+        return join(s.masked_fill(~keys(lens, s), -1e9).softmax(-1) @ v)
+
+    run = Rewritten(attend)
+    run.check(inputs())
+    site = only_site(run)
+    assert site.details["mask"] == "keys, causal"
+    assert site.reason == "assuming that every query sees a valid key"
+
+
+def test_windows_are_a_batch_of_their_own() -> None:
+    def attend(q, k, v, mask):
+        s = (q @ k.mT / 2).masked_fill(mask[:, :, None, None], -1e9)
+        return s.softmax(-1) @ v
+
+    run = Rewritten(attend)
+    run.check([*square(2, 3, 4, 5, 8), torch.rand(2, 3, 5) > 0.5])
+    run.report.expect(attention=1)
+
+
 # --- Types and regions. ------------------------------------------------------------------------
 
 
