@@ -22,6 +22,7 @@ from .pass_manager import Context, PassError, PassManager
 from .report import Report, publish
 from .target import Target
 from .verify import Verifier, VerifyError
+from .work import forward_flops
 
 log = logging.getLogger("gemcompile")
 Compiled = Callable[..., Any]
@@ -92,7 +93,10 @@ def _rewrite(gm: GraphModule, manager: PassManager, context: Context) -> GraphMo
     check = Verifier(gm, context) if context.options.verify else None
     if check:
         check("capture", aten)
+    padded = forward_flops(aten)
     manager.run(aten, context, check)
+    if context.prologue:
+        context.report.add_work(padded, forward_flops(aten, context.prologue))
     return aten
 
 
@@ -115,7 +119,9 @@ def _hand_over(
             patches = {**patches, "triton.cudagraphs": False}
         inputs = [*context.example_inputs, *(prologue.fakes if prologue else ())]
         main = _inductor(rewritten, inputs, stamped(options, patches))
-    return prologue.runner(main, _beyond(original)) if prologue else main
+    if prologue is None:
+        return main
+    return prologue.runner(main, original if options.inner == "eager" else _beyond(original))
 
 
 def _fall_back(

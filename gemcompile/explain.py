@@ -45,7 +45,8 @@ def explain(
 
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with record() as report, torch.random.fork_rng(devices=devices):
-        torch.compile(twin, backend=backend, dynamic=True)(*call_args, **call_kwargs)
+        compiled: Any = torch.compile(twin, backend=backend, dynamic=True)
+        compiled(*call_args, **call_kwargs)
     return report
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -44,7 +44,8 @@ class RowSet:
         inverse: int64 [B * L], the packed row of a padded row, -1 where it is dropped.
         offsets: int32 [B + 1].
         positions: int32 [128 groups], l of each row.
-        rows, total: kept rows and all rows of the first batch, None where that is not at hand.
+        lengths: kept rows of each sequence of the first batch, None where that is not at hand.
+        total: all rows of the first batch, or None.
         bound: the largest number of groups that the compiled graph may be given.
     """
 
@@ -55,8 +56,13 @@ class RowSet:
     positions: Node
     symbol: sympy.Symbol
     bound: int
-    rows: int | None
+    lengths: list[int] | None
     total: int | None
+
+    @property
+    def rows(self) -> int | None:
+        """Kept rows of the first batch, or None."""
+        return None if self.lengths is None else sum(self.lengths)
 
 
 @dataclass
@@ -73,31 +79,36 @@ class Prologue:
         self._inputs = self.gm.graph.find_nodes(op="placeholder")
 
     def count(self, mask: Node) -> tuple[int | None, int | None]:
-        """(kept rows, all rows) of a mask on the first batch, or (None, None) where that is not at
-        hand.
+        """(kept rows, all rows) of a mask on the first batch, where that is at hand, else Nones.
 
         Raises:
             PrologueDeclined: the mask depends on randomness, on a mutated tensor or on an opaque
                 operator.
         """
+        value = self.first(mask)
+        return (None, None) if value is None else (int(value.sum()), value.numel())
+
+    def first(self, mask: Node) -> torch.Tensor | None:
+        """The mask of the first batch, or None where that is not at hand; raises as `count`."""
         module = self._module_for([mask])
         tensors = [x for x in self.example_inputs if isinstance(x, torch.Tensor)]
         if any(isinstance(x, FakeTensor) for x in tensors):
-            return None, None
+            return None
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             (value,) = module(*map(_concrete, self.example_inputs))
-        return int(value.sum()), value.numel()
+        return cast(torch.Tensor, value)
 
     def add(self, mask: Node, widest: int) -> RowSet:
-        """The row set of ``mask`` (bool [B, L]); ``widest`` is the largest number of elements in a
-        packed row.
+        """The row set of ``mask`` (bool [B, L]); a packed row has up to ``widest`` elements.
 
         Raises:
             PrologueDeclined: as `count`; or the first batch exceeds what 32-bit indices reach.
         """
         if mask in self.sets:
             return self.sets[mask]
-        rows, total = self.count(mask)
+        first = self.first(mask)
+        lengths = None if first is None else first.sum(1).tolist()
+        rows = None if lengths is None else sum(lengths)
         bound = max(_INT32 // (ROWS * max(widest, 1)), 2)
         hint = _ASSUMED_GROUPS if rows is None else max(-(-rows // ROWS), 1)
         if hint > bound:
@@ -119,7 +130,8 @@ class Prologue:
         self._placeholder(f"gem_groups_{i}", groups)
         nodes = {name: self._placeholder(f"gem_{name}_{i}", fake) for name, fake in new.items()}
         self.fakes += [groups, *new.values()]
-        rowset = RowSet(mask, **nodes, symbol=symbol, bound=bound, rows=rows, total=total)
+        total = None if first is None else first.numel()
+        rowset = RowSet(mask, **nodes, symbol=symbol, bound=bound, total=total, lengths=lengths)
         self.sets[mask] = rowset
         return rowset
 

@@ -55,12 +55,27 @@ class PassRecord:
 
 @dataclass
 class Report:
-    """All sites and passes of the compiles it saw; ``str(report)`` is for people."""
+    """All sites and passes of the compiles it saw; ``str(report)`` is for people.
+
+    Attributes:
+        graphs: how many graphs were compiled.
+        seconds: spent compiling them.
+        padded_flops, useful_flops: of the packed graphs' forward on the first batch: matrix
+            products and attention over all rows, and over the rows that are real.
+    """
 
     sites: list[Site] = field(default_factory=list)
     passes: list[PassRecord] = field(default_factory=list)
     graphs: int = 0
     seconds: float = 0.0
+    padded_flops: int = 0
+    useful_flops: int = 0
+
+    def add_work(self, padded: int | None, useful: int | None) -> None:
+        """Record a packed graph's forward FLOPs on the first batch, padded and without padding."""
+        if padded is not None and useful is not None:
+            self.padded_flops += padded
+            self.useful_flops += useful
 
     def add(
         self,
@@ -83,6 +98,8 @@ class Report:
         self.passes += other.passes
         self.graphs += other.graphs
         self.seconds += other.seconds
+        self.padded_flops += other.padded_flops
+        self.useful_flops += other.useful_flops
 
     def of(self, kind: str, status: str = "rewritten") -> list[Site]:
         """The sites of one kind and status."""

@@ -9,7 +9,7 @@ from .report import Report, Site
 
 def render(report: Report) -> str:
     """The report in a terminal's width."""
-    lines = [_headline(report)]
+    lines = [_headline(report), *_work(report)]
     for title, status in (("rewritten", "rewritten"), ("declined", "declined")):
         rows = _folded([s for s in report.sites if s.status == status])
         if rows:
@@ -28,6 +28,22 @@ def _headline(report: Report) -> str:
     graphs = f"{report.graphs} graph{'s' if report.graphs != 1 else ''}"
     sites = f"{done} sites rewritten, {kept} declined"
     return f"gem: {graphs}, {sites}, compiled in {report.seconds:.1f} s"
+
+
+def _work(report: Report) -> list[str]:
+    if not report.padded_flops:
+        return []
+    useful, padded = report.useful_flops, report.padded_flops
+    share = f"{useful / padded:.0%} of the padded model's"
+    return [f"     forward work on the first batch: {_flop(useful)}, {share} {_flop(padded)}"]
+
+
+def _flop(n: int) -> str:
+    unit, size = next((u, s) for u, s in _UNITS if n >= s or s == 1.0)
+    return f"{n / size:.3g} {unit}FLOP"
+
+
+_UNITS = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0))
 
 
 def _folded(sites: list[Site]) -> list[tuple[Site, int]]:

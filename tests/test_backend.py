@@ -288,6 +288,19 @@ def test_failure_behind_the_passes_falls_back(monkeypatch: pytest.MonkeyPatch) -
     assert [s.reason for s in report.sites] == ["NotImplementedError: no kernel"]
 
 
+def test_batches_above_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where 32-bit indices would not reach, the original graph takes over, with the same result."""
+    monkeypatch.setattr("gemcompile.prologue._INT32", 1)  # bound: two groups of 128 rows
+    model = Encoder(1)
+    call = torch.compile(model, backend=gem, dynamic=True, options={"pack": True, "inner": "eager"})
+    with gemcompile.record() as report:
+        for lengths in ((100, 90), (150, 200), (100, 20)):
+            example = batch(lengths, length=200)
+            assert_near(call(*example).detach(), model(*example).detach())
+    report.expect(padding=1)
+    assert report.graphs == 1
+
+
 # --- verify ---------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import gemcompile
 from gemcompile import Report, explain, gem, record
+from gemcompile.testing import trace
+from gemcompile.work import forward_flops
 
 PACKED = {"pack": True}
 
@@ -159,6 +161,25 @@ def test_text_of_a_declined_site() -> None:
     text = str(explain(model, *batch(), options=PACKED))
     assert "declined" in text
     assert "because its padded output leaves the graph" in text
+
+
+def test_useful_work(report: Report) -> None:
+    """16 wide, 2 heads of 8; lengths 5, 2, 9, 1 of 12: row-wise products, then attention."""
+    row_wise = 2 * 16 * (3 * 16 + 16 + 2 * 32)
+    assert report.padded_flops == 2 * (48 * row_wise + 2 * 2 * 4 * 12 * 12 * 16)
+    assert report.useful_flops == 2 * (17 * row_wise + 2 * 2 * (25 + 4 + 81 + 1) * 16)
+    assert "forward work on the first batch: 153 kFLOP, 33% of the padded" in str(report)
+
+
+def test_flops_of_products() -> None:
+    def f(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        one = torch.einsum("bij,jk->bik", x, w), x @ w, torch.bmm(x, x.mT)
+        two = torch.addmm(b, x[0], w), torch.baddbmm(x @ x.mT, x, x.mT)
+        return *one, *two, nn.functional.scaled_dot_product_attention(x, x, x)
+
+    gm = trace(f, torch.randn(2, 3, 5), torch.randn(5, 7), torch.randn(7))
+    einsum, square = 2 * 2 * 3 * 5 * 7, 2 * 2 * 3 * 3 * 5
+    assert forward_flops(gm) == 2 * einsum + square + einsum // 2 + 2 * square + 2 * square
 
 
 def test_passes(report: Report) -> None:
