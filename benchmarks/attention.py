@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -195,8 +195,8 @@ def contender(
 ) -> dict[str, Callable[[], object]]:
     def forced(step: Callable[[], object]) -> Callable[[], object]:
         def run() -> object:
-            with mock.patch.dict("os.environ", {kernels.FORCE: kernel}):
-                return step()
+            os.environ[kernels.FORCE] = kernel  # cheap, as it is timed too
+            return step()
 
         return run
 
