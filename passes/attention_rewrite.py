@@ -146,16 +146,17 @@ class _Writer:
     def _one_key_mask(self, leaf: Leaf) -> Node:
         mask = self.cache.visible(leaf, self.match.node)
         labels, target = plain(leaf.labels), (self.g.b, self.g.k)
-        # Axes are made anew for every site: what repeats is their place in the target.
-        place = {a: i for i, a in enumerate(a for label in plain(target) for a in label)}
-        where = tuple(tuple(place[a] for a in label) for label in labels)
+        # Axes are made anew for every site: what repeats is their place and size in the target.
+        axes = [a for label in plain(target) for a in label]
+        where = tuple(tuple(axes.index(a) for a in label) for label in labels)
+        key = ("keys", mask, where, tuple(a.size for a in axes))
         edit = Editor(
             self.gm,
             like=mask if mask.op == "call_function" else self.match.node,
             before=self.match.node,
         )
         arrange = Arranger(edit, self.sizes, [mask, *self.arrange.near])
-        return self.cache.remember(("keys", mask, where), lambda: arrange(mask, labels, target))
+        return self.cache.remember(key, lambda: arrange(mask, labels, target))
 
     def _row_mask(self, leaf: Leaf) -> Node:
         g = self.g

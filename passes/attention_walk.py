@@ -87,7 +87,6 @@ class _Walk:
             raise NotAttention
         left, right, self.match.keys = pulled
         self.node, self.labels = weights, left if weights is last.left else right
-        # v times itself, or weights on both sides: the second reading is tried by the caller.
         v_labels = right if weights is last.left else left
         self.match.v = operand(values, v_labels)
         self.factor = 1.0

@@ -76,6 +76,19 @@ def test_key_mask_is_the_models_own_and_made_once_for_all_layers() -> None:
     assert run.targets().count("aten.bitwise_not.default") == 1
 
 
+def test_one_mask_serves_batches_of_two_sizes() -> None:
+    def attend(q, k, v, mask):
+        outs = []
+        for n in (3, 2):
+            a, b, c = split_all(q[:n], k[:n], v[:n])
+            outs.append(join((a @ b.mT / ROOT).masked_fill(mask, -1e9).softmax(-1) @ c))
+        return torch.cat(outs)
+
+    run = Rewritten(attend, dynamic=False)
+    run.check([*inputs(length=6)[:3], torch.tensor([1, 0, 1, 1, 0, 1]).bool()])
+    run.report.expect(attention=2)
+
+
 # --- Traps: equal sizes, other permutations, other axes. ---------------------------------------
 
 
