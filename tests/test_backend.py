@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from encoders import Encoder, batch
-from observe import assert_near
+from observe import assert_near, without_code_generation
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import GraphModule
@@ -21,6 +22,7 @@ import gemcompile.backend
 from gemcompile import Options, Pass, Report, gem
 from gemcompile.identity import stamped
 from gemcompile.pass_manager import Context, OrderError, PassManager, ordered
+from gemcompile.prologue import Prologue
 from gemcompile.testing import run_passes, trace
 
 try:
@@ -291,6 +293,16 @@ def test_failure_behind_the_passes_falls_back(monkeypatch: pytest.MonkeyPatch) -
 def test_batches_above_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where 32-bit indices would not reach, the original graph takes over, with the same result."""
     monkeypatch.setattr("gemcompile.prologue._INT32", 1)  # bound: two groups of 128 rows
+    calls: list[str] = []
+    real = Prologue.runner
+
+    def runner(self: Prologue, main: Any, beyond: Any) -> Any:
+        def seen(name: str, f: Any) -> Any:
+            return lambda *args: calls.append(name) or f(*args)
+
+        return real(self, seen("packed", main), seen("original", beyond))
+
+    monkeypatch.setattr(Prologue, "runner", runner)
     model = Encoder(1)
     call = torch.compile(model, backend=gem, dynamic=True, options={"pack": True, "inner": "eager"})
     with gemcompile.record() as report:
@@ -298,6 +310,30 @@ def test_batches_above_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
             example = batch(lengths, length=200)
             assert_near(call(*example).detach(), model(*example).detach())
     report.expect(padding=1)
+    assert report.graphs == 1
+    assert calls == ["packed", "original", "packed"]
+
+
+@pytest.mark.parametrize("dynamic", [None, True, False])
+@pytest.mark.parametrize("mode", ["train", "no_grad", "inference_mode"])
+def test_packed(mode: str, dynamic: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths change at every step: one graph, results and gradients as in eager mode."""
+    model = Encoder(1, "sdpa")
+    surround = {"train": nullcontext, "no_grad": torch.no_grad}.get(mode, torch.inference_mode)
+    with without_code_generation(monkeypatch), gemcompile.record() as report:
+        call = torch.compile(model, backend=gem, dynamic=dynamic, options={"pack": True})
+        for lengths in ((5, 2, 9, 1), (1, 1, 1, 1), (12, 12, 12, 12), (7, 1, 3, 12)):
+            example = batch(lengths)
+            with surround():
+                found, expected = call(*example), model(*example)
+            assert_near(found.detach(), expected.detach())
+            if mode == "train":
+                parameters = list(model.parameters())
+                ours = torch.autograd.grad(found.square().sum(), parameters)
+                theirs = torch.autograd.grad(expected.square().sum(), parameters)
+                for a, b in zip(ours, theirs, strict=True):
+                    assert_near(a, b)
+    report.expect(attention=1, padding=1, graph=0)
     assert report.graphs == 1
 
 
