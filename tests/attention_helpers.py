@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from attention_spellings import WIDTH
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -14,7 +15,7 @@ from gemcompile.capture import capture
 from gemcompile.options import Options
 from gemcompile.passes.attention import FuseAttention
 from gemcompile.passes.canonicalize import Canonicalize
-from gemcompile.report import Report
+from gemcompile.report import Report, Site
 from gemcompile.testing import run_passes
 
 Tensors = list[torch.Tensor]
@@ -80,3 +81,14 @@ def shape_env(gm: GraphModule) -> ShapeEnv | None:
         if isinstance(value, torch.Tensor):
             return value.fake_mode.shape_env  # type: ignore[attr-defined]
     return None
+
+
+def inputs(batch: int = 3, length: int = 16, dtype: torch.dtype = torch.float32) -> Tensors:
+    q, k, v = (torch.randn(batch, length, WIDTH, dtype=dtype) for _ in range(3))
+    lengths = torch.tensor([length, 5, 9, 2, 1, 7, 3, 4][:batch]).clamp(max=length)
+    return [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), lengths]
+
+
+def only_site(run: Rewritten) -> Site:
+    (site,) = run.report.sites
+    return site
