@@ -116,6 +116,9 @@ def _hand_over(
         main: Compiled = rewritten
     else:
         if prologue:
+            if patches.get("triton.cudagraphs"):
+                reason = "the number of packed rows changes at every step"
+                context.report.add("graph", "declined", "CUDA graphs", reason)
             patches = {**patches, "triton.cudagraphs": False}
         inputs = [*context.example_inputs, *(prologue.fakes if prologue else ())]
         main = _inductor(rewritten, inputs, stamped(options, patches))

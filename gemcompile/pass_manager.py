@@ -6,13 +6,14 @@ import hashlib
 import inspect
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from . import graph
 from .report import PassRecord, Report
@@ -80,20 +81,23 @@ class Pass:
         raise NotImplementedError
 
     def identity(self) -> tuple[object, ...] | None:
-        """Equal in every process for equal behaviour: source text and plain attributes; None where
-        unknown.
+        """Equal in every process for equal behaviour; None where that cannot be told.
 
-        A pass without an identity makes the compile caches step aside.
+        By default the text of the files that define the class and its bases, and the plain
+        attributes of the object. Override it where other modules take part. A pass without an
+        identity makes the compile caches step aside.
         """
         options = vars(self)
         if not all(_is_plain(v) for v in options.values()):
             return None
+        digest = hashlib.sha256()
         try:
-            source = inspect.getsource(type(self))
-        except (OSError, TypeError):
+            for base in type(self).__mro__[: type(self).__mro__.index(Pass)]:
+                digest.update(Path(inspect.getfile(base)).read_bytes())
+        except (OSError, TypeError):  # typed into a prompt: there is no file
             return None
-        digest = hashlib.sha256(source.encode()).hexdigest()
-        return (type(self).__module__, self.name, digest, repr(sorted(options.items())))
+        options_text = repr(sorted(options.items()))
+        return (type(self).__module__, type(self).__qualname__, digest.hexdigest(), options_text)
 
 
 def _is_plain(v: object) -> bool:
@@ -160,12 +164,13 @@ class PassManager:
         before = graph.text(gm)
         for i, p in enumerate(self.passes):
             start = time.perf_counter()
+            old = set(gm.graph.nodes)
             try:
                 changes = p.run(gm, context)
                 if changes:
                     gm.graph.eliminate_dead_code()
                     gm.graph.lint()
-                    check_metadata(gm)
+                    check_metadata(gm, old)
                     gm.recompile()
             except Exception as e:
                 earlier = ", ".join(q.name for q in self.passes[:i]) or "no other pass"
@@ -183,17 +188,22 @@ class PassManager:
         return total
 
 
-def check_metadata(gm: GraphModule) -> None:
-    """Every value must be known: a later pass reasons from it.
+def check_metadata(gm: GraphModule, old: Collection[Node] = ()) -> None:
+    """What a pass must leave: every value known, and new nodes marked as what they stand among.
+
+    Args:
+        old: the nodes that were there before the pass.
 
     Raises:
-        PassError: a node without one.
+        PassError: a node without a value, or one amid a checkpointed region that is not marked so
+            (it would be saved instead of recomputed).
     """
     for n in gm.graph.nodes:
-        if not isinstance(n.target, torch._ops.OpOverload) or "val" in n.meta:
-            continue
-        if n.target._schema.returns and n.users:
-            name = graph.target_name(n)
-            raise PassError(
-                f"{n.name} = {name} has no value; insert nodes with gemcompile.graph.Editor"
-            )
+        call = f"{n.name} = {graph.target_name(n)}"
+        if isinstance(n.target, torch._ops.OpOverload) and "val" not in n.meta:
+            if n.target._schema.returns and n.users:
+                raise PassError(f"{call} has no value; insert nodes with gemcompile.graph.Editor")
+        if n.op == "call_function" and n not in old and n.all_input_nodes:
+            around = {m.meta.get("ac_graph_id") for m in (*n.all_input_nodes, *n.users)}
+            if len(around) == 1 and around != {n.meta.get("ac_graph_id")} and around != {None}:
+                raise PassError(f"{call} lost its checkpoint mark; insert nodes with an Editor")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from encoders import Encoder, batch
+from everyday_models import Checkpointed
 from observe import assert_near, without_code_generation
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
@@ -21,7 +22,7 @@ import gemcompile
 import gemcompile.backend
 from gemcompile import Options, Pass, Report, gem
 from gemcompile.identity import stamped
-from gemcompile.pass_manager import Context, OrderError, PassManager, ordered
+from gemcompile.pass_manager import Context, OrderError, PassError, PassManager, ordered
 from gemcompile.prologue import Prologue
 from gemcompile.testing import run_passes, trace
 
@@ -230,6 +231,29 @@ def test_circle_is_named() -> None:
         ordered([Late(), First(), Early()])
     with pytest.raises(BackendCompilerFailed, match="in a circle"):
         compiled({"passes": (Late(), First(), Early())})
+
+
+def test_lost_checkpoint_mark_is_named() -> None:
+    class Unmarked(Pass):
+        def run(self, gm: GraphModule, context: Context) -> int:
+            (gelu,) = gm.graph.find_nodes(op="call_function", target=aten.gelu.default)
+            with gm.graph.inserting_after(gelu):
+                new = gm.graph.call_function(aten.neg.default, (gelu,))
+            gelu.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+            new.meta["val"] = gelu.meta["val"]
+            return 1
+
+    gm = trace(Checkpointed(), torch.randn(3, 16))
+    with pytest.raises(PassError, match="aten.neg lost its checkpoint mark"):
+        run_passes(gm, [Unmarked()])
+
+
+def test_no_cuda_graphs_for_packed_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with without_code_generation(monkeypatch), gemcompile.record() as report:
+        options = {"pack": True, "inductor": {"triton.cudagraphs": True}}
+        torch.compile(Encoder(1), backend=gem, options=options)(*batch())
+    (site,) = report.of("graph", "declined")
+    assert (site.op, site.reason[:15]) == ("CUDA graphs", "the number of p")
 
 
 def test_two_passes_of_one_name() -> None:
