@@ -23,7 +23,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest --numprocesses 2 --dist worksteal $(ARGS)
 
 install: $(STAMP)
 

@@ -16,6 +16,8 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     _cache_dir = tempfile.mkdtemp(prefix="gemcompile-tests-")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache_dir
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Shapes are small, and `make test` runs two processes at a time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

@@ -1,6 +1,6 @@
 """Train a next-item model on MovieLens-100K with eager, Inductor and gem, and compare.
 
-    python examples/movielens/train.py [--attention softmax|silu] [--epochs 3] [--data PATH]
+    python examples/movielens/train.py [--attention softmax|silu] [--epochs 2] [--data PATH]
 
 Every backend trains the same model on the same padded batches, at full history length and side by
 side.

@@ -25,7 +25,7 @@ class Settings:
     """What a run is made of; every backend gets the same."""
 
     attention: str = "softmax"
-    epochs: int = 3
+    epochs: int = 2
     batch_size: int = 32
     learning_rate: float = 1e-2
     seed: int = 0
