@@ -28,7 +28,7 @@ def supports(target: Target, request: AttentionRequest) -> str | None:
         return f"it computes softmax, not {request.activation}"
     if request.head_dim != request.value_dim:
         return f"head dimension {request.head_dim} is not value dimension {request.value_dim}"
-    extras = ("dropout", "bias", "positions", "out_scale")
+    extras = ("dropout", "bias", "positions", "out_scale", "window", "block", "history")
     present = [name for name in extras if getattr(request, name)]
     return f"it has no {' and no '.join(present)}" if present else None
 

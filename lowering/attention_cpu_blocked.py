@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gemcompile.ops.activations import ELEMENTWISE
 from gemcompile.ops.attention_args import AttentionArgs, AttentionRequest
+from gemcompile.ops.attention_masks import visible as mask_visible
 from gemcompile.ops.attention_reference import wide
 from gemcompile.ops.dropout import keep_mask, keep_scale
 from gemcompile.ops.kernels import Kernel, register
@@ -81,15 +82,15 @@ def _ranks(offsets: list[int]) -> Tensor:
 
 @dataclass
 class _Block:
-    """Query rows ``rows`` of a piece against its first ``keys`` keys.
+    """Query rows ``rows`` of a piece against its keys ``keys``; the others are seen by no row.
 
-    ``clear`` keys at the front are visible to every row of the block, so only the rest is masked.
+    Keys before ``clear`` are visible to every row of the block, so only the rest is masked.
     """
 
     rows: slice
-    keys: int
+    keys: slice
     clear: int
-    visible: Tensor | None  # bool, broadcastable to [G, H, rows, keys - clear]
+    visible: Tensor | None  # bool, broadcastable to [G, H, rows, keys from clear on]
     bias: Tensor | None  # [1 or G, 1 or H, rows, keys]
     keep: Tensor | None  # bool [G, H, rows, keys]
     bias_index: tuple[Tensor, ...] = ()
@@ -113,44 +114,85 @@ class _Work:
     def blocks(self) -> Iterator[_Block]:
         lq, lk = self.piece.q.length, self.piece.k.length
         step = max(16, BLOCK_ELEMENTS // (self.piece.q.count * self.q.shape[1] * lk))
-        if self.args.causal:
-            step = min(step, max(32, lq // 8))  # smaller blocks stop earlier
+        step = min(step, self._useful_step(lq))
         positions = self.batch.positions(self.piece)
         for start in range(0, lq, step):
             rows = slice(start, min(start + step, lq))
-            yield self._block(rows, positions)
+            block = self._block(rows, positions)
+            if block.keys.start < block.keys.stop:
+                yield block
+
+    def _useful_step(self, lq: int) -> int:
+        """How many rows share enough of their keys; smaller blocks compute less in vain."""
+        a = self.args
+        if a.block:
+            return a.block * max(1, 32 // a.block)
+        if not a.masked:
+            return lq
+        right = 0 if a.causal else a.window_right
+        bounded = a.window_left >= 0 and right >= 0
+        return max(32, min(lq // 8, a.window_left + right)) if bounded else max(32, lq // 8)
 
     def _block(self, rows: slice, positions: tuple[Tensor, Tensor]) -> _Block:
-        a, lk = self.args, self.piece.k.length
         q_positions, k_positions = positions
-        keys, clear, visible = lk, lk, None
+        keys, clear = self._key_range(rows)
+        rest = slice(clear, keys.stop)
+        visible = None
         if self.piece.k.live is not None:
-            clear, visible = 0, self.piece.k.live[:, None, None, :]
-        if a.causal:
-            plain = a.aligned_at_end and self.batch.kept is None and visible is None
-            shift = self._shift()
-            if plain:  # one shift for the piece: what lies above the diagonal is not even computed
-                first = int(shift[0])
-                keys = min(lk, max(0, rows.stop + first))
-                clear = min(keys, max(0, rows.start + first + 1))
-            else:
-                clear = 0
-            limit = (q_positions[:, rows] + shift[:, None])[:, None, :, None]
-            lower = k_positions[:, None, None, clear:keys] <= limit
-            visible = lower if visible is None else visible & lower
+            visible = self.piece.k.live[:, None, None, rest]
+        allowed = mask_visible(
+            self.args,
+            q_positions[:, None, rows, None],
+            k_positions[:, None, None, rest],
+            torch.tensor(self.piece.sequences)[:, None, None, None],
+            self._shift()[:, None, None, None],
+            self._key_lengths()[:, None, None, None],
+        )
+        if allowed is not None:
+            visible = allowed if visible is None else visible & allowed
         bias, index = self._bias(rows, keys, positions)
         return _Block(rows, keys, clear, visible, bias, self._keep(rows, keys), index)
+
+    def _key_range(self, rows: slice) -> tuple[slice, int]:
+        """The keys that any of the rows may see, and the end of those at their front that all do.
+
+        Only where keys and queries stand at their ranks, and alike in every sequence of the piece.
+        """
+        a, piece = self.args, self.piece
+        start, stop, clear = 0, piece.k.length, 0
+        uneven = piece.k.live is not None or piece.q.live is not None
+        if not a.masked:
+            return slice(start, stop), stop if piece.k.live is None else 0
+        if uneven or not a.aligned_at_end or self.batch.kept is not None:
+            return slice(start, stop), clear
+        shift = int(self._shift()[0])
+        first, last = rows.start + shift, rows.stop - 1 + shift
+        if a.causal and a.num_contextual is None:
+            stop = min(stop, last + 1)
+        if not a.history:
+            if a.window_left >= 0:
+                start = max(start, first - a.window_left)
+            if a.window_right >= 0:
+                stop = min(stop, last + a.window_right + 1)
+        if a.block:
+            start = max(start, rows.start // a.block * a.block)
+            stop = min(stop, ((rows.stop - 1) // a.block + 1) * a.block)
+        if a.causal and not (a.history or a.window or a.block):
+            clear = min(stop, max(0, first + 1))
+        return slice(start, max(start, stop)), max(start, clear)
+
+    def _key_lengths(self) -> Tensor:
+        """int64 [G], before masking."""
+        return self.batch.lengths[1][self.piece.sequences].long()
 
     def _shift(self) -> Tensor:
         """int64 [G]: how far beyond its own position a query sees."""
         if not self.args.aligned_at_end:
             return torch.zeros(1, dtype=torch.int64)
-        q_lengths, k_lengths = self.batch.lengths
-        chosen = self.piece.sequences
-        return (k_lengths[chosen] - q_lengths[chosen]).long()
+        return self._key_lengths() - self.batch.lengths[0][self.piece.sequences].long()
 
     def _bias(
-        self, rows: slice, keys: int, positions: tuple[Tensor, Tensor]
+        self, rows: slice, keys: slice, positions: tuple[Tensor, Tensor]
     ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
         bias = self.args.bias
         if bias is None:
@@ -162,23 +204,23 @@ class _Work:
             sequences[:, None, None, None],
             torch.arange(bias.shape[1])[:, None, None],
             positions[0][:, None, rows, None],
-            positions[1][:, None, None, :keys],
+            positions[1][:, None, None, keys],
         )
         return bias[index].to(self.q.dtype), index
 
-    def _keep(self, rows: slice, keys: int) -> Tensor | None:
+    def _keep(self, rows: slice, keys: slice) -> Tensor | None:
         a, piece = self.args, self.piece
         if a.dropout_p == 0.0:
             return None
         assert a.dropout_seed is not None
         row = piece.q.take(torch.arange(a.q.shape[0], dtype=torch.int32))[:, None, rows, None]
         head = torch.arange(a.q.shape[1], dtype=torch.int32)[:, None, None]
-        key = self.batch.rank_of_keys(piece)[:, None, None, :keys].to(torch.int32)
+        key = self.batch.rank_of_keys(piece)[:, None, None, keys].to(torch.int32)
         return keep_mask(a.dropout_seed, row, head, key, a.dropout_p)
 
     def scores(self, block: _Block) -> Tensor:
         q = self.q[:, :, block.rows] * self.args.scale
-        scores = _per_group(q, self.k[:, :, : block.keys].mT)
+        scores = _per_group(q, self.k[:, :, block.keys].mT)
         return scores if block.bias is None else scores.add_(block.bias)
 
 
@@ -201,8 +243,8 @@ def _over_group(x: Tensor, y: Tensor, kv_heads: int) -> Tensor:
 
 
 def _hide_(x: Tensor, block: _Block, fill: float) -> Tensor:
-    if block.visible is not None and block.clear < block.keys:
-        x[..., block.clear :].masked_fill_(~block.visible, fill)
+    if block.visible is not None and block.clear < block.keys.stop:
+        x[..., block.clear - block.keys.start :].masked_fill_(~block.visible, fill)
     return x
 
 
@@ -216,8 +258,7 @@ def forward(a: AttentionArgs) -> tuple[Tensor, Tensor]:
         result = work.q.new_zeros(*work.q.shape[:3], a.v.shape[2])
         row_lse = lse.new_full(work.q.shape[:3], torch.inf)
         for block in work.blocks():
-            if block.keys > 0:
-                result[:, :, block.rows], row_lse[:, :, block.rows] = _forward_block(work, block)
+            result[:, :, block.rows], row_lse[:, :, block.rows] = _forward_block(work, block)
         if work.out_scale is not None:
             result *= work.out_scale
         piece.q.put(out, result.transpose(1, 2))
@@ -227,7 +268,7 @@ def forward(a: AttentionArgs) -> tuple[Tensor, Tensor]:
 
 
 def _forward_block(work: _Work, block: _Block) -> tuple[Tensor, Tensor | float]:
-    a, v = work.args, work.v[:, :, : block.keys]
+    a, v = work.args, work.v[:, :, block.keys]
     p = work.scores(block)
     total: Tensor | None = None
     lse: Tensor | float = torch.inf
@@ -289,9 +330,7 @@ def _backward_piece(
         # dv and dp take this factor from the gradient; delta has it through the output.
         grad = grad * keep_scale(a.dropout_p)
     for block in work.blocks():
-        if block.keys == 0:
-            continue
-        rows, keys = block.rows, slice(0, block.keys)
+        rows, keys = block.rows, block.keys
         upstream = grad[:, :, rows]
         dropped, ds = _score_gradient(
             work,
@@ -314,7 +353,7 @@ def _score_gradient(
     """P after dropout (without its factor), and the gradient of the scores."""
     a = work.args
     scores = work.scores(block)
-    dp = _per_group(upstream, work.v[:, :, : block.keys].mT)
+    dp = _per_group(upstream, work.v[:, :, block.keys].mT)
     if block.keep is not None:
         dp.mul_(block.keep)
     if lse is not None and delta is not None:

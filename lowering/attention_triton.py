@@ -76,7 +76,7 @@ def forward(a: AttentionArgs) -> tuple[Tensor, Tensor]:
             *_inputs(a),
             *_strides(a.q, a.k, a.v),
             *_bias_strides(a.bias),
-            _row_stride(a.out_scale),
+            *(_row_stride(a.out_scale), *_window(a)),
             *_numbers(a),
             *(a.q_offsets.shape[0] - 1, count, total),
             **_constants(a, tiles),
@@ -121,7 +121,7 @@ def _launch_query(
         *_strides(a.q, a.k, a.v, dout),
         *_bias_strides(a.bias),
         *_bias_strides(dbias if wants else None),
-        _row_stride(a.out_scale),
+        *(_row_stride(a.out_scale), *_window(a)),
         *_numbers(a),
         *(a.q_offsets.shape[0] - 1, count, total),
         **_constants(a, tiles),
@@ -141,7 +141,7 @@ def _launch_key(
         *_inputs(a),
         *_strides(a.q, a.k, a.v, dout),
         *_bias_strides(a.bias),
-        _row_stride(a.out_scale),
+        *(_row_stride(a.out_scale), *_window(a)),
         *_numbers(a),
         *(a.k_offsets.shape[0] - 1, count, total),
         **_constants(a, tiles),
@@ -169,7 +169,26 @@ def _inputs(a: AttentionArgs) -> tuple[Tensor, ...]:
     """The optional inputs; q stands in for those that are absent and never read."""
     mask = None if a.key_mask is None else a.key_mask.contiguous().view(torch.uint8)
     optional = (mask, a.q_positions, a.k_positions, a.bias, a.out_scale, a.dropout_seed)
-    return a.q_offsets, a.k_offsets, *(a.q if x is None else x for x in optional)
+    present = (a.q if x is None else x for x in optional)
+    return a.q_offsets, a.k_offsets, *present, *_history(a)
+
+
+def _history(a: AttentionArgs) -> tuple[Tensor, Tensor]:
+    """(num_targets, num_contextual), with zeros for the one that is absent."""
+    counts = [x.contiguous() for x in (a.num_targets, a.num_contextual) if x is not None]
+    if not counts:
+        return a.q, a.q
+    nothing = torch.zeros_like(counts[0])
+    return (
+        nothing if a.num_targets is None else counts[0],
+        nothing if a.num_contextual is None else counts[-1],
+    )
+
+
+def _window(a: AttentionArgs) -> tuple[int, int]:
+    """(left, right); no place is as far as a side without limit reaches."""
+    left, right = (2**30 if side < 0 else side for side in (a.window_left, a.window_right))
+    return left, right
 
 
 def _strides(*tensors: Tensor) -> list[int]:
@@ -207,6 +226,9 @@ def _constants(a: AttentionArgs, tiles: Tiling) -> dict[str, Any]:
         BN=tiles.BN,
         ACT=a.activation,
         CAUSAL=a.causal,
+        WINDOW=a.window,
+        BLOCK=a.block,
+        HISTORY=a.history,
         HAS_KEY_MASK=a.key_mask is not None,
         HAS_Q_POSITIONS=a.q_positions is not None,
         HAS_K_POSITIONS=a.k_positions is not None,

@@ -12,8 +12,10 @@ a bias is summed by atomics. P: after the activation; keep: the dropout factor; 
 import triton
 import triton.language as tl
 
+from .attention_triton_masks import hide, history, key_range, row_range
 from .attention_triton_tiles import (
     LOG2E,
+    VARYING,
     activate,
     bias_tile,
     derivative,
@@ -29,16 +31,16 @@ from .attention_triton_tiles import (
 
 @triton.jit
 def score_gradient(
-    s, dp, q_places, k_places, q_limit, q_live, k_live, rows, keys, head, lse, delta, factor,
-    BIAS, SEED, b_sm, b_sn, scale, drop_below, keep_scale,
-    ACT: tl.constexpr, CAUSAL: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    MASKED: tl.constexpr,
+    s, dp, q_ranks, q_places, k_places, q_live, k_live, rows, keys, head, lse, delta, factor,
+    BIAS, SEED, b_sm, b_sn, left, right, oldest, newest, scale, drop_below, keep_scale,
+    ACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    HISTORY: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """From q k^T and dO V^T: (P after dropout and output scale, dS), in either orientation."""
     unit: tl.constexpr = LOG2E if ACT == "softmax" else 1.0
     s = s * (scale * unit)
     if HAS_BIAS:
-        s += bias_tile(BIAS, q_places, k_places, q_live & k_live, b_sm, b_sn) * unit
+        s += bias_tile(BIAS, q_ranks, k_places, q_live & k_live, b_sm, b_sn) * unit
     dp = dp * factor
     if DROPOUT:
         keep = keep_tile(SEED, rows, head, keys, drop_below)
@@ -50,9 +52,10 @@ def score_gradient(
         p = activate(s, ACT)
         ds = dp * derivative(s, ACT)
     if MASKED:
-        visible = k_live & q_live
-        if CAUSAL:
-            visible = visible & (k_places <= q_limit)
+        visible = hide(
+            k_live & q_live, q_ranks, q_places, k_places, left, right, oldest, newest, CAUSAL,
+            WINDOW, BLOCK, HISTORY,
+        )  # fmt: skip
         p = tl.where(visible, p, 0.0)
         ds = tl.where(visible, ds, 0.0)
     p = p * factor
@@ -64,10 +67,11 @@ def score_gradient(
 @triton.jit
 def query_gradient(
     dq, q, do, K, V, KEY_MASK, K_POSITIONS, BIAS, DBIAS, SEED, k_start, lk, first, last, rows,
-    q_places, q_live, q_limit, head, lse, delta, factor, k_st, v_st, b_sm, b_sn, db_sm, db_sn,
-    scale, drop_below, keep_scale,
+    q_ranks, q_places, q_live, head, lse, delta, factor, k_st, v_st, b_sm, b_sn, db_sm, db_sn,
+    left, right, oldest, newest, scale, drop_below, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BN: tl.constexpr, ACT: tl.constexpr, CAUSAL: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    BN: tl.constexpr, ACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr, HISTORY: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     HAS_K_POSITIONS: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr,
     DROPOUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -80,30 +84,31 @@ def query_gradient(
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         k_places = keys
-        if HAS_BIAS or (CAUSAL and MASKED):
+        if HAS_BIAS or MASKED:
             k_places = places(K_POSITIONS, k_start, keys, live, HAS_K_POSITIONS)
         p, ds = score_gradient(
-            s, dp, q_places[:, None], k_places[None, :], q_limit[:, None], q_live[:, None],
+            s, dp, q_ranks[:, None], q_places[:, None], k_places[None, :], q_live[:, None],
             live[None, :], rows[:, None], keys[None, :], head, lse[:, None], delta[:, None],
-            factor[:, None], BIAS, SEED, b_sm, b_sn, scale, drop_below, keep_scale,
-            ACT, CAUSAL, HAS_BIAS, DROPOUT, MASKED,
+            factor[:, None], BIAS, SEED, b_sm, b_sn, left, right, oldest, newest, scale,
+            drop_below, keep_scale, ACT, CAUSAL, WINDOW, BLOCK, HISTORY, HAS_BIAS, DROPOUT, MASKED,
         )  # fmt: skip
         if BIAS_GRAD:
-            place = q_places[:, None].to(tl.int64) * db_sm + k_places[None, :].to(tl.int64) * db_sn
+            place = q_ranks[:, None].to(tl.int64) * db_sm + k_places[None, :].to(tl.int64) * db_sn
             tl.atomic_add(DBIAS + place, ds, mask=q_live[:, None] & live[None, :], sem="relaxed")
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     return dq
 
 
-@triton.jit(do_not_specialize=["batch", "tiles", "total_q", "drop_below", "keep_scale", "scale"])
+@triton.jit(do_not_specialize=VARYING)
 def query_kernel(
     Q, K, V, OUT, DOUT, LSE, DELTA, DQ, DBIAS, Q_OFFSETS, K_OFFSETS, KEY_MASK, Q_POSITIONS,
-    K_POSITIONS, BIAS, OUT_SCALE, SEED, q_st, q_sh, k_st, k_sh, v_st, v_sh, do_st, do_sh,
-    b_sb, b_sh, b_sm, b_sn, db_sb, db_sh, db_sm, db_sn, out_scale_st,
+    K_POSITIONS, BIAS, OUT_SCALE, SEED, TARGETS, CONTEXTUAL, q_st, q_sh, k_st, k_sh, v_st, v_sh,
+    do_st, do_sh, b_sb, b_sh, b_sm, b_sn, db_sb, db_sh, db_sm, db_sn, out_scale_st, left, right,
     scale, drop_below, keep_scale, batch, tiles, total_q,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    ACT: tl.constexpr, CAUSAL: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    ACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    HISTORY: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     HAS_Q_POSITIONS: tl.constexpr, HAS_K_POSITIONS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_OUT_SCALE: tl.constexpr, BIAS_GRAD: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -138,53 +143,45 @@ def query_kernel(
             factor = tl.full([BM], 1.0, tl.float32)
             if HAS_OUT_SCALE:
                 factor = tl.load(OUT_SCALE + rows * out_scale_st, mask=q_live, other=0.0)
-            q_places = places(Q_POSITIONS, q_start, ranks, q_live, HAS_Q_POSITIONS)
-            stop = lk
-            full = lk
-            q_limit = q_places
-            if CAUSAL:
-                if HAS_Q_POSITIONS or HAS_K_POSITIONS:
-                    full = 0
-                else:
-                    q_limit = ranks + (lk - lq)
-                    stop = tl.maximum(tl.minimum(lk, m0 + BM + lk - lq), 0)
-                    full = tl.maximum(tl.minimum(lk, m0 + 1 + lk - lq), 0)
-            full = full // BN * BN
-            if HAS_KEY_MASK:
-                full = 0
+            q_ranks = places(Q_POSITIONS, q_start, ranks, q_live, HAS_Q_POSITIONS)
+            placed: tl.constexpr = HAS_Q_POSITIONS or HAS_K_POSITIONS
+            q_places = q_ranks if placed else ranks + (lk - lq)
+            oldest, newest = history(TARGETS, CONTEXTUAL, b, lk, HISTORY)
+            start, full, end, stop = key_range(
+                m0, lq, lk, left, right, oldest, newest, CAUSAL, WINDOW, BLOCK, HISTORY, placed,
+                HAS_KEY_MASK, BM, BN,
+            )  # fmt: skip
             kv_head = (h // GROUP).to(tl.int64)
             if HAS_BIAS:
                 BIAS += b.to(tl.int64) * b_sb + head * b_sh
             if BIAS_GRAD:
                 DBIAS += b.to(tl.int64) * db_sb + head * db_sh
             dq = tl.zeros([BM, BLOCK_D], tl.float32)
-            if not HAS_KEY_MASK:
-                dq = query_gradient(
-                    dq, q, do, K + kv_head * k_sh, V + kv_head * v_sh, KEY_MASK, K_POSITIONS, BIAS,
-                    DBIAS, SEED, k_start, lk, 0, full, rows, q_places, q_live, q_limit, h, lse,
-                    delta, factor, k_st, v_st, b_sm, b_sn, db_sm, db_sn, scale, drop_below,
-                    keep_scale, D, DV, BLOCK_D, BLOCK_DV, BN, ACT, CAUSAL, HAS_KEY_MASK,
-                    HAS_K_POSITIONS, HAS_BIAS, BIAS_GRAD, DROPOUT, False,
-                )  # fmt: skip
-            dq = query_gradient(
-                dq, q, do, K + kv_head * k_sh, V + kv_head * v_sh, KEY_MASK, K_POSITIONS, BIAS,
-                DBIAS, SEED, k_start, lk, full, stop, rows, q_places, q_live, q_limit, h, lse,
-                delta, factor, k_st, v_st, b_sm, b_sn, db_sm, db_sn, scale, drop_below,
-                keep_scale, D, DV, BLOCK_D, BLOCK_DV, BN, ACT, CAUSAL, HAS_KEY_MASK,
-                HAS_K_POSITIONS, HAS_BIAS, BIAS_GRAD, DROPOUT, True,
-            )  # fmt: skip
+            for part in tl.static_range(3):  # the window's far edge, what all rows see, the rest
+                if part == 2 or not (HAS_KEY_MASK or BLOCK > 0) and (WINDOW or part == 1):
+                    first = start if part == 0 else full if part == 1 else tl.maximum(full, end)
+                    last = full if part == 0 else end if part == 1 else stop
+                    dq = query_gradient(
+                        dq, q, do, K + kv_head * k_sh, V + kv_head * v_sh, KEY_MASK, K_POSITIONS,
+                        BIAS, DBIAS, SEED, k_start, lk, first, last, rows, q_ranks, q_places,
+                        q_live, h, lse, delta, factor, k_st, v_st, b_sm, b_sn, db_sm, db_sn, left,
+                        right, oldest, newest, scale, drop_below, keep_scale, D, DV, BLOCK_D,
+                        BLOCK_DV, BN, ACT, CAUSAL, WINDOW, BLOCK, HISTORY, HAS_KEY_MASK,
+                        HAS_K_POSITIONS, HAS_BIAS, BIAS_GRAD, DROPOUT, part != 1,
+                    )  # fmt: skip
             store_head(DQ, q_start + m0, h, q_live, dq * scale, H, D, BLOCK_D, BM)
 
 
-@triton.jit(do_not_specialize=["batch", "tiles", "total_k", "drop_below", "keep_scale", "scale"])
+@triton.jit(do_not_specialize=VARYING)
 def key_kernel(
     Q, K, V, DOUT, LSE, DELTA, DK, DV_, Q_OFFSETS, K_OFFSETS, KEY_MASK, Q_POSITIONS, K_POSITIONS,
-    BIAS, OUT_SCALE, SEED, q_st, q_sh, k_st, k_sh, v_st, v_sh, do_st, do_sh,
-    b_sb, b_sh, b_sm, b_sn, out_scale_st,
+    BIAS, OUT_SCALE, SEED, TARGETS, CONTEXTUAL, q_st, q_sh, k_st, k_sh, v_st, v_sh, do_st, do_sh,
+    b_sb, b_sh, b_sm, b_sn, out_scale_st, left, right,
     scale, drop_below, keep_scale, batch, tiles, total_k,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    ACT: tl.constexpr, CAUSAL: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    ACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    HISTORY: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     HAS_Q_POSITIONS: tl.constexpr, HAS_K_POSITIONS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_OUT_SCALE: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -210,9 +207,13 @@ def key_kernel(
             k = load_rows(K + wide_head * k_sh, k_start + n0, k_st, live, D, BLOCK_D, BN, False)
             v = load_rows(V + wide_head * v_sh, k_start + n0, v_st, live, DV, BLOCK_DV, BN, False)
             k_places = places(K_POSITIONS, k_start, keys, live, HAS_K_POSITIONS)
-            first = 0
-            if CAUSAL and not (HAS_Q_POSITIONS or HAS_K_POSITIONS):
-                first = tl.maximum(n0 - (lk - lq), 0) // BM * BM  # earlier rows see none of these
+            placed: tl.constexpr = HAS_Q_POSITIONS or HAS_K_POSITIONS
+            masked: tl.constexpr = CAUSAL or WINDOW or BLOCK > 0
+            oldest, newest = history(TARGETS, CONTEXTUAL, b, lk, HISTORY)
+            front, start, stop = row_range(
+                n0, lq, lk, left, right, oldest, newest, CAUSAL, WINDOW, BLOCK, HISTORY, placed,
+                BM, BN,
+            )  # fmt: skip
             dk = tl.zeros([BN, BLOCK_D], tl.float32)
             dv = tl.zeros([BN, BLOCK_DV], tl.float32)
             for member in range(GROUP):
@@ -221,7 +222,10 @@ def key_kernel(
                 bias = BIAS
                 if HAS_BIAS:
                     bias = BIAS + b.to(tl.int64) * b_sb + head * b_sh
-                for m0 in tl.range(first, lq, BM):
+                for step in tl.range(start - front, stop, BM):
+                    m0 = step
+                    if HISTORY:  # the rows [0, front) come first
+                        m0 = tl.where(step < start, step - (start - front), step)
                     ranks = m0 + tl.arange(0, BM)
                     q_live = ranks < lq
                     rows = q_start + ranks
@@ -239,19 +243,18 @@ def key_kernel(
                     factor = tl.full([BM], 1.0, tl.float32)
                     if HAS_OUT_SCALE:
                         factor = tl.load(OUT_SCALE + rows * out_scale_st, mask=q_live, other=0.0)
-                    q_places = places(Q_POSITIONS, q_start, ranks, q_live, HAS_Q_POSITIONS)
-                    q_limit = q_places
-                    if CAUSAL and not (HAS_Q_POSITIONS or HAS_K_POSITIONS):
-                        q_limit = ranks + (lk - lq)
+                    q_ranks = places(Q_POSITIONS, q_start, ranks, q_live, HAS_Q_POSITIONS)
+                    q_places = q_ranks if placed else ranks + (lk - lq)
                     s = tl.dot(k, tl.trans(q), input_precision="ieee")
                     dp = tl.dot(v, tl.trans(do), input_precision="ieee")
-                    # Dead rows were read as zero and dead keys are not kept, so without a causal
-                    # mask nothing has to be hidden here.
+                    # Dead rows were read as zero and dead keys are not kept, so without a mask
+                    # nothing has to be hidden here.
                     p, ds = score_gradient(
-                        s, dp, q_places[None, :], k_places[:, None], q_limit[None, :],
+                        s, dp, q_ranks[None, :], q_places[None, :], k_places[:, None],
                         q_live[None, :], live[:, None], rows[None, :], keys[:, None], h,
                         lse[None, :], delta[None, :], factor[None, :], bias, SEED, b_sm, b_sn,
-                        scale, drop_below, keep_scale, ACT, CAUSAL, HAS_BIAS, DROPOUT, CAUSAL,
+                        left, right, oldest, newest, scale, drop_below, keep_scale, ACT, CAUSAL,
+                        WINDOW, BLOCK, HISTORY, HAS_BIAS, DROPOUT, masked,
                     )  # fmt: skip
                     dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
                     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")

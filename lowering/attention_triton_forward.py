@@ -7,10 +7,12 @@ then one per block of rows, which zeroes the rows past the last offset.
 import triton
 import triton.language as tl
 
+from .attention_triton_masks import hide, history, key_range
 from .attention_triton_tiles import (
     LN2,
     LOG2E,
     LOWEST,
+    VARYING,
     activate,
     bias_tile,
     keep_tile,
@@ -26,9 +28,11 @@ from .attention_triton_tiles import (
 @triton.jit
 def attend_keys(
     acc, m, total, q, K, V, KEY_MASK, K_POSITIONS, BIAS, SEED, k_start, lk, first, last,
-    rows, q_places, q_live, q_limit, head, k_st, v_st, b_sm, b_sn, scale, drop_below,
+    rows, q_ranks, q_places, q_live, head, k_st, v_st, b_sm, b_sn, left, right, oldest, newest,
+    scale, drop_below,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BN: tl.constexpr, ACT: tl.constexpr, CAUSAL: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    BN: tl.constexpr, ACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr, HISTORY: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     HAS_K_POSITIONS: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -41,15 +45,16 @@ def attend_keys(
         v = load_rows(V, k_start + n0, v_st, live, DV, BLOCK_DV, BN, not MASKED)
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * unit)
         k_places = keys
-        if HAS_BIAS or (CAUSAL and MASKED):
+        if HAS_BIAS or MASKED:
             k_places = places(K_POSITIONS, k_start, keys, live, HAS_K_POSITIONS)
         if HAS_BIAS:
             inside = q_live[:, None] & live[None, :]
-            bias = bias_tile(BIAS, q_places[:, None], k_places[None, :], inside, b_sm, b_sn)
+            bias = bias_tile(BIAS, q_ranks[:, None], k_places[None, :], inside, b_sm, b_sn)
             s += bias * unit
-        visible = live[None, :]
-        if CAUSAL:
-            visible = visible & (k_places[None, :] <= q_limit[:, None])
+        visible = hide(
+            live[None, :], q_ranks[:, None], q_places[:, None], k_places[None, :], left, right,
+            oldest, newest, CAUSAL, WINDOW, BLOCK, HISTORY,
+        )  # fmt: skip
         if ACT == "softmax":
             if MASKED:
                 s = tl.where(visible, s, float("-inf"))
@@ -69,14 +74,15 @@ def attend_keys(
     return acc, m, total
 
 
-@triton.jit(do_not_specialize=["batch", "tiles", "total_q", "drop_below", "keep_scale", "scale"])
+@triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
     Q, K, V, OUT, LSE, Q_OFFSETS, K_OFFSETS, KEY_MASK, Q_POSITIONS, K_POSITIONS, BIAS, OUT_SCALE,
-    SEED, q_st, q_sh, k_st, k_sh, v_st, v_sh, b_sb, b_sh, b_sm, b_sn, out_scale_st,
-    scale, drop_below, keep_scale, batch, tiles, total_q,
+    SEED, TARGETS, CONTEXTUAL, q_st, q_sh, k_st, k_sh, v_st, v_sh, b_sb, b_sh, b_sm, b_sn,
+    out_scale_st, left, right, scale, drop_below, keep_scale, batch, tiles, total_q,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    ACT: tl.constexpr, CAUSAL: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    ACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    HISTORY: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     HAS_Q_POSITIONS: tl.constexpr, HAS_K_POSITIONS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_OUT_SCALE: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -104,21 +110,14 @@ def forward_kernel(
             q = load_rows(
                 Q + h.to(tl.int64) * q_sh, q_start + m0, q_st, q_live, D, BLOCK_D, BM, False
             )
-            q_places = places(Q_POSITIONS, q_start, ranks, q_live, HAS_Q_POSITIONS)
-            # Keys [0, full) are seen by every row of the tile, keys from stop on by none.
-            stop = lk
-            full = lk
-            q_limit = q_places
-            if CAUSAL:
-                if HAS_Q_POSITIONS or HAS_K_POSITIONS:
-                    full = 0
-                else:
-                    q_limit = ranks + (lk - lq)
-                    stop = tl.maximum(tl.minimum(lk, m0 + BM + lk - lq), 0)
-                    full = tl.maximum(tl.minimum(lk, m0 + 1 + lk - lq), 0)
-            full = full // BN * BN
-            if HAS_KEY_MASK:
-                full = 0
+            q_ranks = places(Q_POSITIONS, q_start, ranks, q_live, HAS_Q_POSITIONS)
+            placed: tl.constexpr = HAS_Q_POSITIONS or HAS_K_POSITIONS
+            q_places = q_ranks if placed else ranks + (lk - lq)
+            oldest, newest = history(TARGETS, CONTEXTUAL, b, lk, HISTORY)
+            start, full, end, stop = key_range(
+                m0, lq, lk, left, right, oldest, newest, CAUSAL, WINDOW, BLOCK, HISTORY, placed,
+                HAS_KEY_MASK, BM, BN,
+            )  # fmt: skip
             acc = tl.zeros([BM, BLOCK_DV], tl.float32)
             m = tl.full([BM], LOWEST, tl.float32)
             total = tl.zeros([BM], tl.float32)
@@ -126,19 +125,17 @@ def forward_kernel(
             rows = q_start + ranks
             if HAS_BIAS:
                 BIAS += b.to(tl.int64) * b_sb + h.to(tl.int64) * b_sh
-            if not HAS_KEY_MASK:
-                acc, m, total = attend_keys(
-                    acc, m, total, q, K + kv_head * k_sh, V + kv_head * v_sh, KEY_MASK, K_POSITIONS,
-                    BIAS, SEED, k_start, lk, 0, full, rows, q_places, q_live, q_limit, h, k_st,
-                    v_st, b_sm, b_sn, scale, drop_below, D, DV, BLOCK_D, BLOCK_DV, BN, ACT,
-                    CAUSAL, HAS_KEY_MASK, HAS_K_POSITIONS, HAS_BIAS, DROPOUT, False,
-                )  # fmt: skip
-            acc, m, total = attend_keys(
-                acc, m, total, q, K + kv_head * k_sh, V + kv_head * v_sh, KEY_MASK, K_POSITIONS,
-                BIAS, SEED, k_start, lk, full, stop, rows, q_places, q_live, q_limit, h, k_st,
-                v_st, b_sm, b_sn, scale, drop_below, D, DV, BLOCK_D, BLOCK_DV, BN, ACT,
-                CAUSAL, HAS_KEY_MASK, HAS_K_POSITIONS, HAS_BIAS, DROPOUT, True,
-            )  # fmt: skip
+            for part in tl.static_range(3):  # the window's far edge, what all rows see, the rest
+                if part == 2 or not (HAS_KEY_MASK or BLOCK > 0) and (WINDOW or part == 1):
+                    first = start if part == 0 else full if part == 1 else tl.maximum(full, end)
+                    last = full if part == 0 else end if part == 1 else stop
+                    acc, m, total = attend_keys(
+                        acc, m, total, q, K + kv_head * k_sh, V + kv_head * v_sh, KEY_MASK,
+                        K_POSITIONS, BIAS, SEED, k_start, lk, first, last, rows, q_ranks, q_places,
+                        q_live, h, k_st, v_st, b_sm, b_sn, left, right, oldest, newest, scale,
+                        drop_below, D, DV, BLOCK_D, BLOCK_DV, BN, ACT, CAUSAL, WINDOW, BLOCK,
+                        HISTORY, HAS_KEY_MASK, HAS_K_POSITIONS, HAS_BIAS, DROPOUT, part != 1,
+                    )  # fmt: skip
             if ACT == "softmax":
                 seen = total > 0
                 total = tl.where(seen, total, 1.0)

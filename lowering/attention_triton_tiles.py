@@ -9,6 +9,10 @@ as zero, never as what memory holds, so NaN there stays there.
 import triton
 import triton.language as tl
 
+# Numbers that change from call to call: no kernel is compiled for a value of theirs.
+VARYING = ["batch", "tiles", "total_q", "total_k", "drop_below", "keep_scale", "scale"]
+VARYING += ["left", "right", "reach"]
+
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOWEST: tl.constexpr = tl.constexpr(-3.0e38)  # finite, so that LOWEST - LOWEST is 0

@@ -38,7 +38,7 @@ def supports(target: Target, request: AttentionRequest) -> str | None:
         return f"at head dimension {dim} the Triton kernels are faster"
     if request.large:
         return "its offsets have 32 bits, and a tensor has 2^31 elements or more"
-    extras = ("key_mask", "positions", "bias", "out_scale", "dropout")
+    extras = ("key_mask", "positions", "bias", "out_scale", "dropout", "window", "block", "history")
     present = [name for name in extras if getattr(request, name)]
     return f"it has no {' and no '.join(present)}" if present else None
 

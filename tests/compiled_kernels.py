@@ -41,6 +41,8 @@ POINTERS = {
     "K_POSITIONS": "*i32",
     "KEY_MASK": "*u8",
     "SEED": "*i64",
+    "TARGETS": "*i32",
+    "CONTEXTUAL": "*i32",
 }
 
 
@@ -51,11 +53,14 @@ class Config:
     activation: str = "softmax"
     causal: bool = False
     everything: bool = False  # every optional input, and the gradient of the bias
+    history: bool = False  # targets, contextual rows and a window
+    block: int = 0
 
 
-EVERYTHING = Config(torch.bfloat16, 64, "gelu", causal=True, everything=True)
+EVERYTHING = Config(torch.bfloat16, 64, "gelu", causal=True, everything=True, block=64)
+HISTORY = Config(torch.bfloat16, 128, "silu", causal=True, history=True)
 WIDE = Config(torch.bfloat16, 256)
-CONFIGS = (EVERYTHING, WIDE, Config(torch.float32, 256, causal=True))
+CONFIGS = (EVERYTHING, WIDE, Config(torch.float32, 256, causal=True), HISTORY)
 
 
 def constants(config: Config, kernel: str, target: GPUTarget) -> dict[str, Any]:
@@ -73,6 +78,9 @@ def constants(config: Config, kernel: str, target: GPUTarget) -> dict[str, Any]:
         "BN": tiles.BN,
         "ACT": config.activation,
         "CAUSAL": config.causal,
+        "WINDOW": config.history,
+        "HISTORY": config.history,
+        "BLOCK": config.block,
         "DROPOUT": config.everything,
         "BIAS_GRAD": config.everything,
         **dict.fromkeys(flags, config.everything),

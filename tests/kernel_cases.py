@@ -25,7 +25,10 @@ GRADIENTS = ("q", "k", "v", "bias")
 
 @dataclass(frozen=True)
 class Case:
-    """One call. ``bias`` names its batch and head extents: "11", "1H", "B1" or "BH"."""
+    """One call. ``bias`` names its batch and head extents: "11", "1H", "B1" or "BH".
+
+    ``targets`` and ``contextual`` are the most that a sequence has of them.
+    """
 
     q_lengths: tuple[int, ...]
     k_lengths: tuple[int, ...] | None = None  # None: the same as q
@@ -35,6 +38,10 @@ class Case:
     value_dim: int | None = None
     activation: str = "softmax"
     causal: bool = False
+    window: tuple[int, int] | None = None
+    block: int = 0
+    targets: int = 0
+    contextual: int = 0
     key_mask: bool = False
     positions: bool = False
     bias: str | None = None
@@ -70,6 +77,9 @@ class Case:
             bias=self.bias is not None,
             out_scale=self.out_scale is not None,
             dropout=self.dropout > 0,
+            window=self.window is not None,
+            block=self.block > 0,
+            history=self.targets + self.contextual > 0,
         )
 
 
@@ -118,6 +128,25 @@ CASES: tuple[Case, ...] = (
     Case(CROSS, CROSS_KEYS, dropout=0.5, causal=True, heads=4, kv_heads=2),
     Case(ODD, dropout=0.2, activation="silu", key_mask=True, bias="1H", out_scale="rows"),
     Case(LONG, offsets=torch.int64, causal=True),
+    Case((3, 5, 4), (6, 6, 6), causal=True),
+    Case(LONG, window=(20, 9)),
+    Case(LONG, window=(24, -1), causal=True, heads=4, kv_heads=2),
+    Case(CROSS, CROSS_KEYS, window=(-1, 3), activation="silu"),
+    Case(LONG, window=(20, 6), key_mask=True, positions=True, bias="1H"),
+    Case((260,), window=(70, -1), causal=True, heads=1),
+    Case((260,), window=(70, 50), heads=1, activation="gelu"),
+    Case((260,), (150,), targets=60, contextual=20, window=(70, -1), causal=True, heads=1),
+    Case((150,), (260,), targets=60, contextual=150, causal=True, heads=1, activation="silu"),
+    Case(LONG, block=16),
+    Case(CROSS, CROSS_KEYS, block=20, causal=True, activation="gelu"),
+    Case(LONG, block=24, window=(4, 8), key_mask=True, dropout=0.2),
+    Case(LONG, targets=9, causal=True, activation="silu", out_scale="rows"),
+    Case(LONG, contextual=9, causal=True),
+    Case(LONG, targets=40, contextual=5, causal=True, window=(25, -1), activation="silu"),
+    Case(
+        (7, 0, 40, 3), (60, 6, 110, 3), targets=20, contextual=60, causal=True, heads=4, kv_heads=2
+    ),
+    Case(LONG, targets=9, contextual=9, causal=True, block=48, key_mask=True),
     *EVERY_ACTIVATION,
     Case(LONG, activation="sigmoid", causal=True, key_mask=True),
     Case(LONG, dtype=torch.bfloat16),
@@ -129,6 +158,9 @@ CASES: tuple[Case, ...] = (
     Case(CROSS, CROSS_KEYS, dtype=torch.bfloat16, activation="gelu", dim=64),
     Case(LONG, dtype=torch.bfloat16, key_mask=True, causal=True, heads=4, kv_heads=2, dim=32),
     Case(LONG, dtype=torch.bfloat16, bias="1H", dropout=0.1, dim=32),
+    Case((300, 64), dtype=torch.bfloat16, window=(70, 40), dim=64),
+    Case((300, 64), dtype=torch.bfloat16, block=64, dim=64),
+    Case((300, 64), dtype=torch.bfloat16, targets=90, contextual=9, causal=True, activation="silu"),
 )
 
 
@@ -169,6 +201,7 @@ def build(case: Case, device: torch.device) -> Call:
     k_positions = _positions(k_lengths, k_rows, 2) if case.positions else None
     stretch = 2 if case.positions else 1
     max_q, max_k = (stretch * max((0, *lengths)) for lengths in (case.q_lengths, k_lengths))
+    targets, contextual = _counts(case, k_lengths, g)
     dout = torch.randn(q_rows, case.heads, value_dim, generator=g).to(case.dtype)
     if case.expanded_grad:
         dout = dout[:, :1, :1].expand(q_rows, case.heads, value_dim)
@@ -192,6 +225,11 @@ def build(case: Case, device: torch.device) -> Call:
         dropout_p=case.dropout,
         max_q=max_q,
         max_k=max_k,
+        window_left=-1 if case.window is None else case.window[0],
+        window_right=-1 if case.window is None else case.window[1],
+        block=case.block,
+        num_targets=targets,
+        num_contextual=contextual,
     )
     return Call(_moved(args, device), _clean(args, dead, unused), dout.to(device))
 
@@ -225,6 +263,21 @@ def _out_scale(case: Case, rows: int, g: torch.Generator) -> Tensor | None:
     if case.out_scale is None:
         return None
     return torch.rand(1 if case.out_scale == "one" else rows, generator=g)
+
+
+def _counts(
+    case: Case, lengths: tuple[int, ...], g: torch.Generator
+) -> tuple[Tensor | None, Tensor | None]:
+    """Targets and contextual rows of every sequence, which may be all of it."""
+
+    def draw(most: int, room: Tensor) -> Tensor | None:
+        if most == 0:
+            return None
+        return torch.minimum(torch.randint(most + 1, (len(lengths),), generator=g), room)
+
+    targets = draw(case.targets, torch.tensor(lengths))
+    room = torch.tensor(lengths) if targets is None else torch.tensor(lengths) - targets
+    return targets, draw(case.contextual, room)
 
 
 def _moved(args: AttentionArgs, device: torch.device) -> AttentionArgs:

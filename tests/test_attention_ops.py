@@ -62,12 +62,17 @@ def test_kernels_on_drawn_cases(data):
         dim=data.draw(st.sampled_from([8, 16, 24])),
         activation=data.draw(st.sampled_from(["softmax", "silu", "sigmoid"])),
         causal=data.draw(st.booleans()),
+        window=data.draw(st.sampled_from([None, None, (9, 4), (-1, 30), (0, 0)])),
+        block=data.draw(st.sampled_from([0, 0, 7, 32])),
         key_mask=data.draw(st.booleans()),
         positions=data.draw(st.booleans()),
         strided=data.draw(st.booleans()),
         bias=data.draw(st.sampled_from([None, "1H", "BH"])),
         seed=data.draw(st.integers(0, 1000)),
     )
+    if data.draw(st.booleans()):
+        case = replace(case, causal=True, targets=data.draw(st.sampled_from([0, 8, 50])))
+        case = replace(case, contextual=data.draw(st.sampled_from([0, 3, 50])))
     for kernel in kernel_names(CPU, case):
         check(case, kernel)
 
@@ -131,6 +136,57 @@ def test_out_scale_by_number_sequence_and_row(scale):
     torch.testing.assert_close(scaled, plain * factor[:, None, None])
 
 
+def mask_of(length: int, keys: int | None = None, **options) -> torch.Tensor:
+    """bool [length, keys]: what an attention call lets its queries see."""
+    keys = length if keys is None else keys
+    q, k = torch.zeros(length, 1, 8), torch.zeros(keys, 1, 8)
+    offsets, k_offsets = torch.tensor([0, length]), torch.tensor([0, keys])
+    v = torch.eye(keys)[:, None]
+    return jagged_attention(q, k, v, offsets, k_offsets, activation="sigmoid", **options)[:, 0] > 0
+
+
+@pytest.mark.parametrize(("length", "keys"), [(50, 50), (9, 40), (40, 9)])
+def test_windows_and_blocks(length, keys):
+    i, j = torch.arange(length)[:, None], torch.arange(keys)
+    at = i + keys - length
+    options = dict(length=length, keys=keys)
+    assert torch.equal(mask_of(window=(3, 1), **options), (at - 3 <= j) & (j <= at + 1))
+    assert torch.equal(mask_of(window=(None, 2), **options), j <= at + 2)
+    assert torch.equal(mask_of(window=(4, -1), causal=True, **options), (at - 4 <= j) & (j <= at))
+    assert mask_of(window=(None, None), **options).all()
+    assert torch.equal(mask_of(block=7, **options), i // 7 == j // 7)
+
+
+def hstu_mask(n: int, targets: int, contextual: int, window: int) -> torch.Tensor:
+    """The mask as generative-recommenders builds it, entry by entry."""
+    highest = n - targets - (contextual - 1 if contextual > 0 else 0)
+    ids = [max(x - contextual + 1, 0) if contextual > 0 else x for x in range(n)]
+    ids = [min(x, highest) for x in ids]
+
+    def valid(i: int, j: int) -> bool:
+        seen = i == j or ids[i] > ids[j]
+        if window > 0:
+            seen = seen and ids[i] - ids[j] <= window
+        return seen or (contextual > 0 and ids[i] == 0 and ids[j] < highest)
+
+    return torch.tensor([[valid(i, j) for j in range(n)] for i in range(n)])
+
+
+@pytest.mark.parametrize("targets", [0, 1, 6, 20])
+@pytest.mark.parametrize("contextual", [0, 1, 5])
+@pytest.mark.parametrize("window", [0, 7])
+def test_targets_and_context_follow_hstu(targets, contextual, window):
+    options = dict(
+        num_targets=torch.tensor([targets]),
+        num_contextual=contextual,
+        window=(window, None) if window else None,
+    )
+    expected = hstu_mask(20, targets, contextual, window)
+    assert torch.equal(mask_of(20, **options), expected)
+    # The last queries alone see what they see among all.
+    assert torch.equal(mask_of(8, 20, **options), expected[12:])
+
+
 @pytest.mark.parametrize(
     ("offsets", "message"),
     [
@@ -176,10 +232,10 @@ Q, OFFSETS = rows(6, 4, 8), torch.tensor([0, 6])
         (dict(bias=rows(4, 3, 6)), ValueError, r"bias must be \[H or 1, max_q, max_k\]"),
         (dict(out_scale=rows(5)), ValueError, "B=1 or Tq=6 entries"),
         (dict(q_offsets=None), ValueError, "need k_offsets"),
-        (dict(window=(3, 0)), NotImplementedError, "window is not implemented yet"),
-        (dict(block=4), NotImplementedError, "block is not implemented"),
-        (dict(num_targets=OFFSETS), NotImplementedError, "num_targets is not"),
-        (dict(num_contextual=OFFSETS), NotImplementedError, "num_contextual is not"),
+        (dict(window=(3, -2)), ValueError, r"window must be \(left, right\)"),
+        (dict(block=0), ValueError, "block must be at least 1"),
+        (dict(num_targets=OFFSETS), TypeError, r"num_targets must be int32 or int64 \[B\]"),
+        (dict(num_contextual=rows(1)), TypeError, "num_contextual must be int32 or int64"),
         (dict(rotary=object()), NotImplementedError, "rotary is not implemented"),
         (dict(bias=object()), NotImplementedError, "only a dense tensor"),
     ],
@@ -262,6 +318,7 @@ OPCHECKED = (
     Case((5, 0, 9), causal=True),
     Case((5, 0, 9), kv_heads=1, bias="1H", out_scale="rows", activation="silu", dropout=0.2),
     Case((5, 0, 9), key_mask=True, positions=True, causal=True),
+    Case((5, 0, 9), causal=True, window=(4, -1), block=6, targets=2, contextual=2),
 )
 
 
@@ -277,7 +334,8 @@ def test_opcheck(case):
     torch.library.opcheck(torch.ops.gem.jagged_attention.default, tuple(values))
     out, lse = torch.ops.gem.jagged_attention(*values)
     detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in values]
-    backward = (torch.ones_like(out), *detached, out.detach(), lse, truth.bias is not None)
+    saved = (out.detach(), lse, truth.bias is not None)
+    backward = (torch.ones_like(out), *detached[:17], *saved, *detached[17:])
     torch.library.opcheck(torch.ops.gem.jagged_attention_backward.default, backward)
 
 
@@ -307,6 +365,10 @@ def test_softmax_goes_to_the_flash_kernel_and_silu_does_not():
     assert kernels.choose(OPS[0], CUDA, half).name == "varlen"
     assert kernels.choose(OPS[0], CUDA, replace(half, large=True)).name == "triton"
     assert kernels.choose(OPS[0], CUDA, request).name == "triton"
+    for feature in ("window", "block", "history"):
+        masked = replace(half, head_dim=64, value_dim=64, causal=feature == "history")
+        assert kernels.choose(OPS[0], CUDA, replace(masked, **{feature: True})).name == "triton"
+        assert kernels.choose(OPS[0], CPU, replace(request, **{feature: True})).name != "cpu_flash"
     reasons = dict(kernels.why_not(OPS[0], CPU, replace(request, activation="silu")))
     assert reasons["cpu_flash"] == "it computes softmax, not silu"
 

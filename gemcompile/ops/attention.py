@@ -32,7 +32,7 @@ def jagged_attention(
     window: tuple[int | None, int | None] | None = None,
     block: int | None = None,
     num_targets: Tensor | None = None,
-    num_contextual: Tensor | None = None,
+    num_contextual: Tensor | int | None = None,
     bias: Tensor | None = None,
     rotary: Any = None,
     dropout_p: float = 0.0,
@@ -54,6 +54,13 @@ def jagged_attention(
         scale: multiplies q k^T before the activation. None: 1 / sqrt(D) for softmax, else 1.
         out_scale: multiplies after the activation: a number or a tensor [B] or [Tq]; no gradient.
         causal: query i of lq sees the keys j <= i + (lk - lq) of its sequence.
+        window: (left, right): query i sees the keys i - left <= j <= i + right, with lk - lq added
+            to i as for causal, which it does not imply. None or -1: no limit on that side.
+        block: query i sees the keys j with i // block == j // block, both from their own start.
+        num_targets: int32 or int64 [B]; implies causal. The last n rows of a sequence are targets:
+            each sees the history and itself, and its window ends where the history does.
+        num_contextual: int32 or int64 [B], or one number; implies causal. The first c rows see,
+            besides, the whole history, without the targets. ``ops.attention_masks`` has the rule.
         bias: added before the activation, [H or 1, max_q, max_k] or [B, H or 1, max_q, max_k].
         dropout_p: probability with which an entry is dropped after the activation.
         dropout_seed: int64 [1] on the same device; the mask is a function of it alone.
@@ -67,9 +74,9 @@ def jagged_attention(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape or device; it is named.
             Offsets are read on CPU, and on CUDA only under GEM_CHECK=1, as reading waits for it.
-        NotImplementedError: window, block, num_targets, num_contextual, rotary, a relative bias.
+        NotImplementedError: rotary, a relative bias.
     """
-    _refuse_unfinished(window, block, num_targets, num_contextual, rotary, bias)
+    _refuse_unfinished(rotary, bias)
     _check_inputs(q, k, v)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
@@ -91,6 +98,15 @@ def jagged_attention(
     batch = q_offsets.shape[0] - 1
     max_q = q.shape[0] if max_q is None else max_q
     max_k = k.shape[0] if max_k is None else max_k
+    left, right = _check_window(window)
+    if block is not None and block < 1:
+        raise ValueError(f"block must be at least 1; got {block}")
+    if isinstance(num_contextual, int):
+        num_contextual = torch.full((batch,), num_contextual, device=q.device)
+    for name, counts in (("num_targets", num_targets), ("num_contextual", num_contextual)):
+        if counts is not None:
+            _check_counts(name, counts, batch, q)
+            causal = True
     if bias is not None:
         bias = _check_bias(bias, batch, q, max_q, max_k)
     if deterministic and bias is not None and bias.is_cuda and bias.requires_grad:
@@ -117,6 +133,11 @@ def jagged_attention(
         float(dropout_p),
         max_q,
         max_k,
+        left,
+        right,
+        block or 0,
+        num_targets,
+        num_contextual,
     )
     return out if shared is None else out.unflatten(0, (batch, shared))
 
@@ -127,19 +148,9 @@ def _repeat_shared(q: Tensor, batch: int) -> tuple[Tensor, Tensor]:
     return q.expand(batch, *q.shape).flatten(0, 1), offsets
 
 
-def _refuse_unfinished(
-    window: object, block: object, targets: object, contextual: object, rotary: object, bias: object
-) -> None:
-    options = {
-        "window": window,
-        "block": block,
-        "num_targets": targets,
-        "num_contextual": contextual,
-        "rotary": rotary,
-    }
-    for name, value in options.items():
-        if value is not None:
-            raise NotImplementedError(f"jagged_attention: {name} is not implemented yet")
+def _refuse_unfinished(rotary: object, bias: object) -> None:
+    if rotary is not None:
+        raise NotImplementedError("jagged_attention: rotary is not implemented yet")
     if bias is not None and not isinstance(bias, Tensor):
         raise NotImplementedError(
             "jagged_attention: only a dense tensor is implemented as bias yet"
@@ -192,6 +203,28 @@ def _check_offset_values(name: str, values: list[int], rows: int) -> None:
             )
     if values[-1] > rows:
         raise ValueError(f"{name}[{len(values) - 1}] is {values[-1]}, past the {rows} rows")
+
+
+def _check_window(window: tuple[int | None, int | None] | None) -> tuple[int, int]:
+    """(left, right) with -1 for a side without limit."""
+    if window is None:
+        return -1, -1
+    sides = [-1 if side is None else side for side in window]
+    if len(sides) != 2 or min(sides) < -1:
+        raise ValueError(
+            f"window must be (left, right), each 0 or more, or None for no limit; got {window}"
+        )
+    return sides[0], sides[1]
+
+
+def _check_counts(name: str, counts: Tensor, batch: int, q: Tensor) -> None:
+    if counts.dtype not in _INTEGERS or counts.shape != (batch,):
+        raise TypeError(
+            f"{name} must be int32 or int64 [B] with B={batch}; "
+            f"got {counts.dtype} {list(counts.shape)}"
+        )
+    if counts.device != q.device:
+        raise ValueError(f"{name} is on {counts.device}, the rows are on {q.device}")
 
 
 def _check_bias(bias: Tensor, batch: int, q: Tensor, max_q: int, max_k: int) -> Tensor:

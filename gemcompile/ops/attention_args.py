@@ -12,7 +12,8 @@ from torch import Tensor
 class AttentionRequest:
     """What decides whether a kernel can run: everything but the values and the row counts.
 
-    ``large`` is True where a tensor has 2^31 elements or more, past 32-bit offsets.
+    ``large`` is True where a tensor has 2^31 elements or more, past 32-bit offsets; ``history``
+    where targets or contextual rows are told from the rest.
     """
 
     dtype: torch.dtype
@@ -28,6 +29,9 @@ class AttentionRequest:
     out_scale: bool = False
     dropout: bool = False
     large: bool = False
+    window: bool = False
+    block: bool = False
+    history: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,11 @@ class AttentionArgs:
         bias: [1 or B, 1 or H, max_q, max_k], any strides.
         out_scale: float32 [1] or [Tq].
         dropout_seed: int64 [1].
+        window_left, window_right: how far from its own place a query sees; -1: without limit.
+        block: the length of the blocks that a sequence is cut into; 0: not cut.
+        num_targets, num_contextual: int32 or int64 [B]; both need ``causal``.
+
+    ``gemcompile.ops.attention_masks`` defines what these make visible.
     """
 
     q: Tensor
@@ -61,6 +70,11 @@ class AttentionArgs:
     dropout_p: float
     max_q: int
     max_k: int
+    window_left: int = -1
+    window_right: int = -1
+    block: int = 0
+    num_targets: Tensor | None = None
+    num_contextual: Tensor | None = None
 
     @property
     def softmax(self) -> bool:
@@ -68,8 +82,22 @@ class AttentionArgs:
 
     @property
     def aligned_at_end(self) -> bool:
-        """Causal without positions: the last query sees the last key (bottom-right alignment)."""
-        return self.causal and self.q_positions is None and self.k_positions is None
+        """Without positions the last query stands where the last key does."""
+        return self.q_positions is None and self.k_positions is None
+
+    @property
+    def window(self) -> bool:
+        return self.window_left >= 0 or self.window_right >= 0
+
+    @property
+    def history(self) -> bool:
+        """Targets or contextual rows are told from the rest."""
+        return self.num_targets is not None or self.num_contextual is not None
+
+    @property
+    def masked(self) -> bool:
+        """What a query sees depends on its place."""
+        return self.causal or self.window or self.block > 0
 
     def request(self) -> AttentionRequest:
         return AttentionRequest(
@@ -86,4 +114,7 @@ class AttentionArgs:
             out_scale=self.out_scale is not None,
             dropout=self.dropout_p > 0.0,
             large=max(x.numel() for x in (self.q, self.k, self.v)) >= 2**31,
+            window=self.window,
+            block=self.block > 0,
+            history=self.history,
         )

@@ -2,7 +2,8 @@
 
     out, lse = gem::jagged_attention(q, k, v, q_offsets, k_offsets, key_mask, q_positions,
         k_positions, bias, out_scale, dropout_seed, activation, scale, causal, dropout_p,
-        max_q, max_k)
+        max_q, max_k, window_left=-1, window_right=-1, block=0, num_targets=None,
+        num_contextual=None)
 
 Shapes and types: ``AttentionArgs``. out [Tq, H, Dv] has q's type; lse [Tq, H] float32 is the
 natural log of the row's sum for softmax, +inf where a row sees no key (so that exp(score - lse) is
@@ -32,13 +33,17 @@ _INPUTS = (
     "Tensor? dropout_seed, str activation, float scale, bool causal, float dropout_p, "
     "SymInt max_q, SymInt max_k"
 )
+_MASKS = (
+    "int window_left=-1, int window_right=-1, int block=0, Tensor? num_targets=None, "
+    "Tensor? num_contextual=None"
+)
 # Kernels take any strides, so Inductor may lay inputs out as it likes.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
 _library = torch.library.Library("gem", "FRAGMENT")
-_library.define(f"{FORWARD}({_INPUTS}) -> (Tensor out, Tensor lse)", tags=_TAGS)
+_library.define(f"{FORWARD}({_INPUTS}, {_MASKS}) -> (Tensor out, Tensor lse)", tags=_TAGS)
 _library.define(
-    f"{BACKWARD}(Tensor dout, {_INPUTS}, Tensor out, Tensor lse, bool bias_grad)"
+    f"{BACKWARD}(Tensor dout, {_INPUTS}, Tensor out, Tensor lse, bool bias_grad, {_MASKS})"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
     tags=_TAGS,
 )
@@ -52,8 +57,8 @@ def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(dout: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *inputs, out, lse, bias_grad = rest
-    args = AttentionArgs(*inputs)
+    inputs, (out, lse, bias_grad), masks = rest[:17], rest[17:20], rest[20:]
+    args = AttentionArgs(*inputs, *masks)
     kernel = kernels.choose(BACKWARD, Target.of(args.q.device), args.request())
     dq, dk, dv, dbias = kernel.run(dout, args, out, lse, bias_grad)
     return dq, dk, dv, dbias
@@ -67,7 +72,7 @@ def _fake_forward(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _fake_backward(dout: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, k, v, bias, bias_grad = rest[0], rest[1], rest[2], rest[8], rest[-1]
+    q, k, v, bias, bias_grad = rest[0], rest[1], rest[2], rest[8], rest[19]
     if bias is None:
         dbias = q.new_empty(0)
     else:
@@ -76,18 +81,18 @@ def _fake_backward(dout: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, ctx.options = inputs[:11], inputs[11:]
-    ctx.save_for_backward(*tensors, *output)
+    ctx.options, ctx.masks = inputs[11:17], inputs[17:20]
+    ctx.save_for_backward(*inputs[:11], *output, *inputs[20:])
     ctx.mark_non_differentiable(output[1])
 
 
 def _autograd(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, out, lse = ctx.saved_tensors
+    tensors, (out, lse), counts = (ctx.saved_tensors[i:j] for i, j in ((0, 11), (11, 13), (13, 15)))
     wants_bias = ctx.needs_input_grad[8]
     dq, dk, dv, dbias = torch.ops.gem.jagged_attention_backward(
-        dout, *tensors, *ctx.options, out, lse, wants_bias
+        dout, *tensors, *ctx.options, out, lse, wants_bias, *ctx.masks, *counts
     )
-    gradients: list[Tensor | None] = [None] * 17
+    gradients: list[Tensor | None] = [None] * 22
     gradients[:3] = dq, dk, dv
     gradients[8] = dbias if wants_bias else None
     return tuple(gradients)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gemcompile.ops.activations import ELEMENTWISE
 from gemcompile.ops.attention_args import AttentionArgs
+from gemcompile.ops.attention_masks import visible
 from gemcompile.ops.dropout import keep_mask, keep_scale
 
 
@@ -64,7 +65,7 @@ def sequences(a: AttentionArgs) -> Iterator[Sequence]:
             q=_heads_first(a.q[rows]),
             k=_heads_first(k).repeat_interleave(group, 0),
             v=_heads_first(v).repeat_interleave(group, 0),
-            visible=_visible(a, rows, keys),
+            visible=_visible(a, b, rows, keys),
             bias=_bias(a, b, rows, keys),
             keep=_keep(a, rows, keys),
             out_scale=_out_scale(a, rows),
@@ -126,16 +127,16 @@ def _heads_first(x: Tensor) -> Tensor:
     return x.transpose(0, 1).to(wide(x.dtype))
 
 
-def _visible(a: AttentionArgs, rows: slice, keys: slice) -> Tensor:
+def _visible(a: AttentionArgs, b: int, rows: slice, keys: slice) -> Tensor:
     lq, lk = rows.stop - rows.start, keys.stop - keys.start
-    visible = torch.ones(lq, lk, dtype=torch.bool, device=a.q.device)
+    seen = torch.ones(lq, lk, dtype=torch.bool, device=a.q.device)
     if a.key_mask is not None:
-        visible = visible & a.key_mask[keys]
-    if a.causal:
-        i, j = _positions(a.q_positions, rows, a.q), _positions(a.k_positions, keys, a.k)
-        shift = lk - lq if a.aligned_at_end else 0
-        visible = visible & (j[None, :] <= i[:, None] + shift)
-    return visible
+        seen = seen & a.key_mask[keys]
+    i, j = _positions(a.q_positions, rows, a.q), _positions(a.k_positions, keys, a.k)
+    shift = lk - lq if a.aligned_at_end else 0
+    numbers = (torch.tensor(number, device=a.q.device) for number in (b, shift, lk))
+    allowed = visible(a, i[:, None], j, *numbers)
+    return seen if allowed is None else seen & allowed
 
 
 def _positions(positions: Tensor | None, rows: slice, like: Tensor) -> Tensor:
