@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gemcompile.ops.activations import ELEMENTWISE
 from gemcompile.ops.attention_args import AttentionArgs, AttentionRequest
+from gemcompile.ops.attention_masks import relative_index
 from gemcompile.ops.attention_masks import visible as mask_visible
 from gemcompile.ops.attention_reference import wide
 from gemcompile.ops.dropout import keep_mask, keep_scale
@@ -197,6 +198,12 @@ class _Work:
         bias = self.args.bias
         if bias is None:
             return None, ()
+        if self.args.relative:
+            shift = self._shift()[:, None, None, None]
+            i, j = positions[0][:, None, rows, None], positions[1][:, None, None, keys]
+            heads = torch.arange(bias.shape[0])[:, None, None]
+            table_index = (heads, relative_index(self.args, i, j, shift))
+            return bias[table_index].to(self.q.dtype), table_index
         # A shared bias is read, and its gradient added to, once per sequence.
         chosen = self.piece.sequences
         sequences = torch.tensor(chosen if bias.shape[0] > 1 else [0] * len(chosen))

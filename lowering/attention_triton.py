@@ -116,7 +116,7 @@ def _launch_query(
     tiles = tiling("query", a.q.dtype, a.q.shape[2], a.v.shape[2], Target.of(a.q.device))
     count, grid = _grid(a.q_offsets, a.max_q, total, heads, tiles.BM)
     query_kernel[grid](
-        *(a.q, a.k, a.v, out, dout, lse, delta, dq, dbias),
+        *(a.q, a.k, a.v, out, dout, lse, delta, dq, _bias_start(dbias) if wants else dbias),
         *_inputs(a),
         *_strides(a.q, a.k, a.v, dout),
         *_bias_strides(a.bias),
@@ -168,7 +168,8 @@ def _grid(
 def _inputs(a: AttentionArgs) -> tuple[Tensor, ...]:
     """The optional inputs; q stands in for those that are absent and never read."""
     mask = None if a.key_mask is None else a.key_mask.contiguous().view(torch.uint8)
-    optional = (mask, a.q_positions, a.k_positions, a.bias, a.out_scale, a.dropout_seed)
+    bias = None if a.bias is None else _bias_start(a.bias)
+    optional = (mask, a.q_positions, a.k_positions, bias, a.out_scale, a.dropout_seed)
     present = (a.q if x is None else x for x in optional)
     return a.q_offsets, a.k_offsets, *present, *_history(a)
 
@@ -196,10 +197,17 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[:2]]
 
 
+def _bias_start(bias: Tensor) -> Tensor:
+    """A bias from its element for query and key 0 on: the middle of a table of relative places."""
+    return bias[:, bias.shape[1] // 2 :] if bias.dim() == 2 else bias
+
+
 def _bias_strides(bias: Tensor | None) -> tuple[int, ...]:
-    """Strides with 0 where one batch entry or head serves all."""
+    """Batch, head, query and key strides, 0 where one batch entry or head serves all."""
     if bias is None:
         return 0, 0, 0, 0
+    if bias.dim() == 2:
+        return 0, bias.stride(0) if bias.shape[0] > 1 else 0, -bias.stride(1), bias.stride(1)
     shared = [bias.stride(i) if bias.shape[i] > 1 else 0 for i in (0, 1)]
     return *shared, bias.stride(2), bias.stride(3)
 
@@ -229,6 +237,7 @@ def _constants(a: AttentionArgs, tiles: Tiling) -> dict[str, Any]:
         WINDOW=a.window,
         BLOCK=a.block,
         HISTORY=a.history,
+        RELATIVE=a.relative,
         HAS_KEY_MASK=a.key_mask is not None,
         HAS_Q_POSITIONS=a.q_positions is not None,
         HAS_K_POSITIONS=a.k_positions is not None,

@@ -108,7 +108,7 @@ def query_kernel(
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     ACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
-    HISTORY: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    HISTORY: tl.constexpr, RELATIVE: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     HAS_Q_POSITIONS: tl.constexpr, HAS_K_POSITIONS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_OUT_SCALE: tl.constexpr, BIAS_GRAD: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -154,8 +154,12 @@ def query_kernel(
             kv_head = (h // GROUP).to(tl.int64)
             if HAS_BIAS:
                 BIAS += b.to(tl.int64) * b_sb + head * b_sh
+                if RELATIVE and not placed:
+                    BIAS -= (lk - lq) * b_sn
             if BIAS_GRAD:
                 DBIAS += b.to(tl.int64) * db_sb + head * db_sh
+                if RELATIVE and not placed:
+                    DBIAS -= (lk - lq) * db_sn
             dq = tl.zeros([BM, BLOCK_D], tl.float32)
             for part in tl.static_range(3):  # the window's far edge, what all rows see, the rest
                 if part == 2 or not (HAS_KEY_MASK or BLOCK > 0) and (WINDOW or part == 1):
@@ -181,7 +185,7 @@ def key_kernel(
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     ACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
-    HISTORY: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    HISTORY: tl.constexpr, RELATIVE: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     HAS_Q_POSITIONS: tl.constexpr, HAS_K_POSITIONS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_OUT_SCALE: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -222,6 +226,8 @@ def key_kernel(
                 bias = BIAS
                 if HAS_BIAS:
                     bias = BIAS + b.to(tl.int64) * b_sb + head * b_sh
+                    if RELATIVE and not placed:
+                        bias -= (lk - lq) * b_sn
                 for step in tl.range(start - front, stop, BM):
                     m0 = step
                     if HISTORY:  # the rows [0, front) come first

@@ -82,7 +82,7 @@ def forward_kernel(
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     ACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
-    HISTORY: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    HISTORY: tl.constexpr, RELATIVE: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     HAS_Q_POSITIONS: tl.constexpr, HAS_K_POSITIONS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_OUT_SCALE: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -125,6 +125,8 @@ def forward_kernel(
             rows = q_start + ranks
             if HAS_BIAS:
                 BIAS += b.to(tl.int64) * b_sb + h.to(tl.int64) * b_sh
+                if RELATIVE and not placed:
+                    BIAS -= (lk - lq) * b_sn
             for part in tl.static_range(3):  # the window's far edge, what all rows see, the rest
                 if part == 2 or not (HAS_KEY_MASK or BLOCK > 0) and (WINDOW or part == 1):
                     first = start if part == 0 else full if part == 1 else tl.maximum(full, end)

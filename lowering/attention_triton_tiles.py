@@ -11,7 +11,7 @@ import triton.language as tl
 
 # Numbers that change from call to call: no kernel is compiled for a value of theirs.
 VARYING = ["batch", "tiles", "total_q", "total_k", "drop_below", "keep_scale", "scale"]
-VARYING += ["left", "right", "reach"]
+VARYING += ["left", "right"]
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -91,7 +91,11 @@ def live_keys(KEY_MASK, start, ranks, length, HAS: tl.constexpr):
 
 @triton.jit
 def bias_tile(BIAS, q_places, k_places, live, stride_m, stride_n):
-    """float32 tile of a bias whose pointer stands at its batch and head."""
+    """float32 tile of a bias whose pointer stands at its batch and head.
+
+    A table of relative places is a bias whose row stride is minus that of its columns, and whose
+    pointer stands at place 0 (where a query's rank is not its place, moved by the difference).
+    """
     p = BIAS + q_places.to(tl.int64) * stride_m + k_places.to(tl.int64) * stride_n
     return tl.load(p, mask=live, other=0.0).to(tl.float32)
 

@@ -53,7 +53,7 @@ class Config:
     activation: str = "softmax"
     causal: bool = False
     everything: bool = False  # every optional input, and the gradient of the bias
-    history: bool = False  # targets, contextual rows and a window
+    history: bool = False  # targets, contextual rows, a window and a table of relative places
     block: int = 0
 
 
@@ -80,10 +80,12 @@ def constants(config: Config, kernel: str, target: GPUTarget) -> dict[str, Any]:
         "CAUSAL": config.causal,
         "WINDOW": config.history,
         "HISTORY": config.history,
+        "RELATIVE": config.history,
         "BLOCK": config.block,
         "DROPOUT": config.everything,
         "BIAS_GRAD": config.everything,
         **dict.fromkeys(flags, config.everything),
+        "HAS_BIAS": config.everything or config.history,
     }
 
 

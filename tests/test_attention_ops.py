@@ -62,12 +62,12 @@ def test_kernels_on_drawn_cases(data):
         dim=data.draw(st.sampled_from([8, 16, 24])),
         activation=data.draw(st.sampled_from(["softmax", "silu", "sigmoid"])),
         causal=data.draw(st.booleans()),
-        window=data.draw(st.sampled_from([None, None, (9, 4), (-1, 30), (0, 0)])),
+        window=data.draw(st.sampled_from([None, None, (9, 4), (-1, 30), (1, 0)])),
         block=data.draw(st.sampled_from([0, 0, 7, 32])),
         key_mask=data.draw(st.booleans()),
         positions=data.draw(st.booleans()),
         strided=data.draw(st.booleans()),
-        bias=data.draw(st.sampled_from([None, "1H", "BH"])),
+        bias=data.draw(st.sampled_from([None, "1H", "BH", "tableH"])),
         seed=data.draw(st.integers(0, 1000)),
     )
     if data.draw(st.booleans()):
@@ -172,6 +172,21 @@ def hstu_mask(n: int, targets: int, contextual: int, window: int) -> torch.Tenso
     return torch.tensor([[valid(i, j) for j in range(n)] for i in range(n)])
 
 
+@pytest.mark.parametrize(("lq", "lk"), [(7, 7), (3, 9), (9, 4)])
+def test_a_table_of_relative_places_is_a_dense_bias(lq, lk):
+    q, k = rows(lq, 2, 8), rows(lk, 2, 8)
+    table = rows(2, 2 * 10 - 1).requires_grad_()
+    i, j = torch.arange(lq)[:, None] + lk - lq, torch.arange(lk)
+    dense = table[:, 9 + j - i]
+    offsets = torch.tensor([0, lq]), torch.tensor([0, lk])
+    out, expected = (
+        jagged_attention(q, k, k, *offsets, bias=b, max_q=lq, max_k=lk) for b in (table, dense)
+    )
+    torch.testing.assert_close(out, expected)
+    gradients = [torch.autograd.grad(x.square().sum(), table)[0] for x in (out, expected)]
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("targets", [0, 1, 6, 20])
 @pytest.mark.parametrize("contextual", [0, 1, 5])
 @pytest.mark.parametrize("window", [0, 7])
@@ -237,7 +252,9 @@ Q, OFFSETS = rows(6, 4, 8), torch.tensor([0, 6])
         (dict(num_targets=OFFSETS), TypeError, r"num_targets must be int32 or int64 \[B\]"),
         (dict(num_contextual=rows(1)), TypeError, "num_contextual must be int32 or int64"),
         (dict(rotary=object()), NotImplementedError, "rotary is not implemented"),
-        (dict(bias=object()), NotImplementedError, "only a dense tensor"),
+        (dict(bias=object()), TypeError, "bias must be a floating tensor"),
+        (dict(bias=rows(4, 10)), ValueError, r"\[H or 1, 2 \* m - 1\] .* H=4 and m=6"),
+        (dict(bias=rows(3, 11)), ValueError, r"got \[3, 11\]"),
     ],
 )
 def test_wrong_arguments_are_named(change, error, message):
@@ -318,7 +335,7 @@ OPCHECKED = (
     Case((5, 0, 9), causal=True),
     Case((5, 0, 9), kv_heads=1, bias="1H", out_scale="rows", activation="silu", dropout=0.2),
     Case((5, 0, 9), key_mask=True, positions=True, causal=True),
-    Case((5, 0, 9), causal=True, window=(4, -1), block=6, targets=2, contextual=2),
+    Case((5, 0, 9), causal=True, window=(4, -1), block=6, targets=2, contextual=2, bias="tableH"),
 )
 
 

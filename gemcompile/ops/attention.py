@@ -61,7 +61,9 @@ def jagged_attention(
             each sees the history and itself, and its window ends where the history does.
         num_contextual: int32 or int64 [B], or one number; implies causal. The first c rows see,
             besides, the whole history, without the targets. ``ops.attention_masks`` has the rule.
-        bias: added before the activation, [H or 1, max_q, max_k] or [B, H or 1, max_q, max_k].
+        bias: added before the activation, [H or 1, max_q, max_k] or [B, H or 1, max_q, max_k]; or
+            a table [H or 1, 2 * m - 1] of relative places, read at column m - 1 + j - i with i as
+            for causal, m at least max_q and max_k. All with gradient.
         dropout_p: probability with which an entry is dropped after the activation.
         dropout_seed: int64 [1] on the same device; the mask is a function of it alone.
         max_q, max_k: bounds on the lengths, never read from the device. None: the row count.
@@ -74,9 +76,10 @@ def jagged_attention(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape or device; it is named.
             Offsets are read on CPU, and on CUDA only under GEM_CHECK=1, as reading waits for it.
-        NotImplementedError: rotary, a relative bias.
+        NotImplementedError: rotary.
     """
-    _refuse_unfinished(rotary, bias)
+    if rotary is not None:
+        raise NotImplementedError("jagged_attention: rotary is not implemented yet")
     _check_inputs(q, k, v)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
@@ -146,15 +149,6 @@ def _repeat_shared(q: Tensor, batch: int) -> tuple[Tensor, Tensor]:
     """q [S, H, D] once for every sequence, with its offsets."""
     offsets = torch.arange(batch + 1, device=q.device) * q.shape[0]
     return q.expand(batch, *q.shape).flatten(0, 1), offsets
-
-
-def _refuse_unfinished(rotary: object, bias: object) -> None:
-    if rotary is not None:
-        raise NotImplementedError("jagged_attention: rotary is not implemented yet")
-    if bias is not None and not isinstance(bias, Tensor):
-        raise NotImplementedError(
-            "jagged_attention: only a dense tensor is implemented as bias yet"
-        )
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -228,17 +222,29 @@ def _check_counts(name: str, counts: Tensor, batch: int, q: Tensor) -> None:
 
 
 def _check_bias(bias: Tensor, batch: int, q: Tensor, max_q: int, max_k: int) -> Tensor:
-    """The bias as [1 or B, 1 or H, max_q, max_k]."""
-    full = bias if bias.dim() == 4 else bias[None]
+    """The bias as [1 or B, 1 or H, max_q, max_k], or as the table that it is."""
     heads = q.shape[1]
+    if not isinstance(bias, Tensor) or bias.device != q.device or bias.dtype not in _FLOATS:
+        raise TypeError(f"bias must be a floating tensor on {q.device}")
+    if bias.dim() == 2:
+        least = max(max_q, max_k)
+        if (
+            bias.shape[0] not in (1, heads)
+            or bias.shape[1] % 2 == 0
+            or bias.shape[1] < 2 * least - 1
+        ):
+            raise ValueError(
+                "a bias of relative places must be [H or 1, 2 * m - 1] with m at least max_q and "
+                f"max_k, here H={heads} and m={least}; got {list(bias.shape)}"
+            )
+        return bias
+    full = bias if bias.dim() == 4 else bias[None]
     fits = full.dim() == 4 and full.shape[0] in (1, batch) and full.shape[1] in (1, heads)
     if not fits or full.shape[2] < max_q or full.shape[3] < max_k:
         raise ValueError(
             f"bias must be [H or 1, max_q, max_k] or [B, H or 1, max_q, max_k] with B={batch}, "
             f"H={heads}, max_q={max_q}, max_k={max_k}; got {list(bias.shape)}"
         )
-    if bias.device != q.device or bias.dtype not in _FLOATS:
-        raise ValueError(f"bias must be a floating tensor on {q.device}")
     return full
 
 

@@ -43,7 +43,8 @@ class AttentionArgs:
         q_offsets, k_offsets: int32 or int64 [B + 1].
         key_mask: bool [Tk]; a False key is seen by nobody.
         q_positions, k_positions: int32 [Tq], [Tk]; a row's place in its padded sequence.
-        bias: [1 or B, 1 or H, max_q, max_k], any strides.
+        bias: [1 or B, 1 or H, max_q, max_k], any strides; or a table [1 or H, 2 * reach + 1] of
+            relative places.
         out_scale: float32 [1] or [Tq].
         dropout_seed: int64 [1].
         window_left, window_right: how far from its own place a query sees; -1: without limit.
@@ -88,6 +89,11 @@ class AttentionArgs:
     @property
     def window(self) -> bool:
         return self.window_left >= 0 or self.window_right >= 0
+
+    @property
+    def relative(self) -> bool:
+        """The bias is a table of relative places."""
+        return self.bias is not None and self.bias.dim() == 2
 
     @property
     def history(self) -> bool:

@@ -59,8 +59,11 @@ def visible(
     return (seen | context) & in_block
 
 
-def relative_index(a: AttentionArgs, i: Tensor, j: Tensor, shift: Tensor) -> Tensor:
-    """Columns of a table [.., 2 * reach + 1]; distances past its ends take the ends."""
+def relative_index(a: AttentionArgs, i: Tensor, j: Tensor, shift: Tensor | int) -> Tensor:
+    """Columns of the bias table [.., 2 * reach + 1], from places as for ``visible``.
+
+    Column reach + j - i; clamped, as places of rows that are there to fill up may lie outside.
+    """
     assert a.bias is not None
     reach = a.bias.shape[-1] // 2
     return (j - i - shift).clamp(-reach, reach) + reach

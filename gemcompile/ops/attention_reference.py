@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gemcompile.ops.activations import ELEMENTWISE
 from gemcompile.ops.attention_args import AttentionArgs
-from gemcompile.ops.attention_masks import visible
+from gemcompile.ops.attention_masks import relative_index, visible
 from gemcompile.ops.dropout import keep_mask, keep_scale
 
 
@@ -149,6 +149,9 @@ def _bias(a: AttentionArgs, b: int, rows: slice, keys: slice) -> Tensor | None:
     if a.bias is None:
         return None
     i, j = _positions(a.q_positions, rows, a.q), _positions(a.k_positions, keys, a.k)
+    if a.relative:
+        shift = j.shape[0] - i.shape[0] if a.aligned_at_end else 0
+        return a.bias[:, relative_index(a, i[:, None], j, shift)].to(wide(a.q.dtype))
     bias = a.bias[b if a.bias.shape[0] > 1 else 0]
     return bias[:, i[:, None], j[None, :]].to(wide(a.q.dtype))
 
@@ -198,8 +201,13 @@ def _sum_groups(x: Tensor, kv_heads: int) -> Tensor:
 def _add_bias_gradient(dbias: Tensor, a: AttentionArgs, s: Sequence, ds: Tensor) -> None:
     i = _positions(a.q_positions, s.q_rows, a.q)
     j = _positions(a.k_positions, s.k_rows, a.k)
-    if dbias.shape[1] == 1:
+    heads = torch.arange(dbias.shape[-3 if dbias.dim() == 4 else 0], device=ds.device)
+    if heads.numel() == 1:
         ds = ds.sum(0, keepdim=True)
-    heads = torch.arange(dbias.shape[1], device=ds.device)
+    if a.relative:
+        shift = j.shape[0] - i.shape[0] if a.aligned_at_end else 0
+        column = relative_index(a, i[:, None], j, shift)
+        dbias.index_put_((heads[:, None, None], column), ds, True)
+        return
     batch = dbias[s.index if dbias.shape[0] > 1 else 0]
     batch.index_put_((heads[:, None, None], i[None, :, None], j[None, None, :]), ds, True)
