@@ -20,7 +20,7 @@ from .padding_rules import RowWise, row_wise
 
 aten = torch.ops.aten
 # Operators that ask an argument for its sizes alone, with the place of the first such argument.
-_SHAPE_ONLY = {
+_SHAPE_ONLY: dict[Any, int] = {
     aten.sym_size.int: 0, aten.sym_numel.default: 0, aten.zeros_like.default: 0,
     aten.ones_like.default: 0, aten.full_like.default: 0, aten.empty_like.default: 0,
     aten.new_zeros.default: 0, aten.new_ones.default: 0, aten.new_full.default: 0,
