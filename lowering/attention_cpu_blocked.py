@@ -24,6 +24,7 @@ from gemcompile.target import Target
 from .cpu_batches import Piece, pieces, visible_keys
 
 BLOCK_ELEMENTS = 2**18  # scores of one block: 1 MB in float32
+ENOUGH_ROWS = 128  # of a block of few keys, for its calls to cost less than what they compute
 
 
 def supports(target: Target, request: AttentionRequest) -> str | None:
@@ -127,12 +128,14 @@ class _Work:
         """How many rows share enough of their keys; smaller blocks compute less in vain."""
         a = self.args
         if a.block:
-            return a.block * max(1, 32 // a.block)
+            return a.block * max(1, ENOUGH_ROWS // a.block)
         if not a.masked:
             return lq
         right = 0 if a.causal else a.window_right
         bounded = a.window_left >= 0 and right >= 0
-        return max(32, min(lq // 8, a.window_left + right)) if bounded else max(32, lq // 8)
+        if bounded:
+            return max(ENOUGH_ROWS, min(lq // 8, a.window_left + right))
+        return max(32, lq // 8)
 
     def _block(self, rows: slice, positions: tuple[Tensor, Tensor]) -> _Block:
         q_positions, k_positions = positions
@@ -168,7 +171,9 @@ class _Work:
             return slice(start, stop), clear
         shift = int(self._shift()[0])
         first, last = rows.start + shift, rows.stop - 1 + shift
-        if a.causal and a.num_contextual is None:
+        contextual, newest = self._history()
+        ordered = a.causal and (contextual == 0 or contextual <= min(first, newest))
+        if ordered:  # no contextual rows, which see beyond their own place
             stop = min(stop, last + 1)
         if not a.history:
             if a.window_left >= 0:
@@ -178,9 +183,16 @@ class _Work:
         if a.block:
             start = max(start, rows.start // a.block * a.block)
             stop = min(stop, ((rows.stop - 1) // a.block + 1) * a.block)
-        if a.causal and not (a.history or a.window or a.block):
-            clear = min(stop, max(0, first + 1))
+        if ordered and not (a.window or a.block):
+            clear = min(stop, max(0, min(first + 1, newest)))
         return slice(start, max(start, stop)), max(start, clear)
+
+    def _history(self) -> tuple[int, int]:
+        """Of all sequences of the piece: the most contextual rows, the lowest place of a target."""
+        a, piece = self.args, self.piece
+        counts = (a.num_contextual, a.num_targets)
+        most = [0 if x is None else int(x[piece.sequences].max()) for x in counts]
+        return most[0], piece.k.length - most[1]
 
     def _key_lengths(self) -> Tensor:
         """int64 [G], before masking."""
