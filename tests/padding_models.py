@@ -18,7 +18,7 @@ def keep_mask(lens: Tensor, length: int) -> Tensor:
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP; ``style`` is "sdpa", "causal only", "manual" (-inf) or "finite" (-1e9)."""
+    """Pre-norm attention and MLP; ``style`` is "sdpa", "causal only", "manual" or "finite"."""
 
     def __init__(self, width: int, heads: int, style: str, dropout: float, causal: bool) -> None:
         super().__init__()
