@@ -8,6 +8,7 @@ __all__ = ["attention_cpu", "attention_cpu_blocked"]
 
 if find_spec("triton") is not None:  # a Linux-only package; the CPU kernels do without
     from . import attention_varlen  # isort: skip
+    from . import attention_hopper  # isort: skip
     from . import attention_triton  # isort: skip
 
-    __all__ += ["attention_triton", "attention_varlen"]
+    __all__ += ["attention_hopper", "attention_triton", "attention_varlen"]

@@ -1,0 +1,145 @@
+"""Jagged attention on Hopper (H100, H200) by Gluon kernels: what they support, how they launch.
+
+bfloat16, head dimension 128, softmax, GELU or SiLU, no masks: the common case, at 1.5 to 2.4 times
+the portable kernels' speed. Everything else is left to those.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from gemcompile.ops.attention_args import AttentionArgs, AttentionRequest
+from gemcompile.ops.kernels import Kernel, kernels_of, register
+from gemcompile.target import Target
+
+TRITON = "3.6"  # Gluon still changes from release to release
+HEAD_DIMS = (128,)  # the kernels compile for 64 too; there dQ is not yet checked on a GPU
+ACTIVATIONS = ("softmax", "gelu", "gelu_tanh", "silu")
+
+if triton.__version__.startswith(TRITON + "."):
+    from .attention_hopper_backward import key_kernel, query_kernel
+    from .attention_hopper_forward import forward_kernel
+    from .hopper_tiles import MAX_ROWS, ROWS, descriptor, tile_list
+
+# Whatever else a request may ask for, now or in later releases, is refused.
+KNOWN = ("dtype", "heads", "kv_heads", "head_dim", "value_dim", "activation", "large")
+BACKWARD_ROWS = 128  # of a tile of both consumers
+LONG = 400  # rows a sequence, on average, from which on three consumers beat two
+
+
+def supports(target: Target, request: AttentionRequest) -> str | None:
+    if target.device != "cuda" or target.arch != 90:
+        return f"it runs on cuda:90, not on {target}"
+    if not triton.__version__.startswith(TRITON + "."):
+        return f"it is written for triton {TRITON}, not {triton.__version__}"
+    if request.dtype is not torch.bfloat16:
+        return f"it computes in bfloat16, not {request.dtype}"
+    if request.activation not in ACTIVATIONS:
+        return f"it computes {', '.join(ACTIVATIONS)}, not {request.activation}"
+    if request.head_dim not in HEAD_DIMS:
+        return f"head dimension {request.head_dim} is not {' or '.join(map(str, HEAD_DIMS))}"
+    if request.head_dim != request.value_dim:
+        return f"head dimension {request.head_dim} is not value dimension {request.value_dim}"
+    present = [x.name for x in fields(request) if x.name not in KNOWN and getattr(request, x.name)]
+    return f"it has no {' and no '.join(present)}" if present else None
+
+
+def forward(a: AttentionArgs) -> tuple[Tensor, Tensor]:
+    if not _usual(a):
+        return _portable("jagged_attention").run(a)  # type: ignore[no-any-return]
+    total, heads, dim = a.q.shape
+    groups, stages = forward_tiling(total, _batch(a))
+    out = a.q.new_empty(total, heads, dim)
+    lse = a.q.new_empty((total, heads) if a.softmax else (0,), dtype=torch.float32)
+    with torch.cuda.device_of(a.q):
+        tiles = tile_list(a.q_offsets, a.k_offsets, total, groups * ROWS)
+        forward_kernel[(programs(a.q.device),)](
+            *(descriptor(_aligned(x)) for x in (a.q, a.k, a.v)),
+            *(descriptor(out), out, lse, tiles, total, a.scale),
+            **_constants(a),
+            GROUPS=groups,
+            STAGES=stages,
+        )
+    return out, lse
+
+
+def backward(
+    dout: Tensor, a: AttentionArgs, out: Tensor, lse: Tensor, bias_grad: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if not _usual(a):
+        portable = _portable("jagged_attention_backward")
+        return portable.run(dout, a, out, lse, bias_grad)  # type: ignore[no-any-return]
+    dq, dk, dv = (x.new_empty(x.shape) for x in (a.q, a.k, a.v))
+    delta = torch.empty_like(lse)
+    with torch.cuda.device_of(a.q):
+        inputs = [descriptor(_aligned(x)) for x in (a.q, a.k, a.v, dout)]
+        grid = (programs(a.q.device),)
+        tiles = tile_list(a.q_offsets, a.k_offsets, a.q.shape[0], BACKWARD_ROWS)
+        query_kernel[grid](
+            *inputs,
+            *(descriptor(out), descriptor(dq), dq, lse, delta, tiles, a.q.shape[0], a.scale),
+            **_constants(a),
+            STAGES=3 if a.softmax and a.q.shape[2] == 128 else 4,  # O takes the place of one
+        )
+        if a.q_offsets.data_ptr() != a.k_offsets.data_ptr():  # else the lists are the same
+            tiles = tile_list(a.k_offsets, a.q_offsets, a.k.shape[0], BACKWARD_ROWS)
+        key_kernel[grid](
+            *inputs,
+            *(descriptor(dk), descriptor(dv), dk, dv, lse, delta, tiles, a.k.shape[0], a.scale),
+            **_constants(a) | {"H": a.k.shape[1]},
+            STAGES=3,
+        )
+    return dq, dk, dv, a.q.new_empty(0)
+
+
+def forward_tiling(rows: int, batch: int) -> tuple[int, int]:
+    """(consumers, stages of the rings) for ``rows`` queries in ``batch`` sequences."""
+    return (3, 2) if rows >= LONG * batch else (2, 3)
+
+
+def _usual(a: AttentionArgs) -> bool:
+    """False for what the kernels have no words for: nothing to do, odd scales, too many rows."""
+    some = a.q.shape[0] > 0 and a.k.shape[0] > 0 and _batch(a) > 0
+    return some and 0.0 < a.scale < 1e6 and max(a.q.shape[0], a.k.shape[0]) < MAX_ROWS
+
+
+def _portable(op: str) -> Kernel:
+    return next(kernel for kernel in kernels_of(op) if kernel.name == "triton")
+
+
+def _batch(a: AttentionArgs) -> int:
+    return a.q_offsets.shape[0] - 1
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """The copy engine wants heads side by side and rows at multiples of 16 bytes."""
+    heads, dim = x.shape[1:]
+    beside = x.stride(2) == 1 and (heads == 1 or x.stride(1) == dim)
+    fits = beside and x.stride(0) % 8 == 0 and x.stride(0) > 0 and x.data_ptr() % 16 == 0
+    return x if fits else x.contiguous()
+
+
+@lru_cache
+def programs(device: torch.device) -> int:
+    """One for each multiprocessor; each walks its share of the tiles."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _constants(a: AttentionArgs) -> dict[str, Any]:
+    return {
+        "H": a.q.shape[1],
+        "SHARE": a.q.shape[1] // a.k.shape[1],
+        "D": a.q.shape[2],
+        "ACT": a.activation,
+        "num_warps": 4,
+    }
+
+
+register(Kernel("hopper", "jagged_attention", supports, forward))
+register(Kernel("hopper", "jagged_attention_backward", supports, backward))

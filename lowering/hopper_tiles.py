@@ -1,0 +1,293 @@
+"""What the Hopper kernels of jagged attention share: tiles, descriptors, rings, activations.
+
+Tiles are 64 rows of one head, fetched and written by the tensor copy engine (TMA) through "ragged"
+descriptors that stop at a sequence's end. Each kernel has one warp that issues copies and two or
+three groups of four warps that compute; between them go rings of slots in shared memory. Programs
+are persistent and walk a list of tiles, made on the device by one small kernel, longest work first.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate as aggregate
+
+ROWS = 64  # of a tile of one consumer
+MAX_ROWS = 2**30  # a tensor may have, for the descriptors
+
+GROUP_ROWS = gl.constexpr(ROWS)
+FAR = gl.constexpr(MAX_ROWS)
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+INF = gl.constexpr(float("inf"))
+
+# Tile list, int32: a header (tiles, rows in use), then one record a tile, see ``Tile``.
+HEADER: tl.constexpr = tl.constexpr(8)
+RECORD: tl.constexpr = tl.constexpr(8)
+
+
+@lru_cache
+def _layout(rows: int, dim: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, dim], gl.bfloat16)
+
+
+def descriptor(x: Tensor, rows: int = ROWS) -> TensorDescriptor:
+    """Copies of ``rows`` rows of one head of bfloat16 x [T, H, D], heads side by side in a row.
+
+    Rows past a sequence's end read as zero and are not written. The hardware checks bounds only at
+    the end of a dimension, so two more dimensions are laid before the rows: addresses wrap around
+    at 64 bits, and with coordinates (FAR, start + length, FAR - length + row, column) the end of
+    the sequence falls on the end of the rows' dimension (as in ``triton.tools.ragged_tma``).
+    """
+    heads, dim = x.shape[1:]
+    stride = x.stride(0)
+    shape = [0x7FFF0000, 0x7FFF0000, MAX_ROWS, heads * dim]
+    return TensorDescriptor(
+        x, shape, [2**34 - stride, stride, stride, 1], [1, 1, rows, dim], _layout(rows, dim)
+    )
+
+
+def tile_list(own: Tensor, other: Tensor, rows: int, block: int) -> Tensor:
+    """Every tile of ``block`` rows of the sequences that ``own`` [B + 1] cuts, most work first.
+
+    A tile's work is the length of its sequence under the offsets ``other``. ``rows`` is at least
+    own[-1]. Nothing is read back; the order is fixed, so equal inputs give equal lists.
+    """
+    batch = own.shape[0] - 1
+    tiles = own.new_empty(8 + 8 * (rows // block + batch), dtype=torch.int32)
+    size = 16
+    tile_list_kernel[(triton.cdiv(batch, size),)](
+        *(tiles, own, other, batch), BLOCK=block, R=size, CHUNK=256
+    )
+    return tiles
+
+
+@triton.jit
+def lengths(OFFSETS, b, live):
+    """(starts, lengths) of sequences b as int32, 0 where not live."""
+    start = tl.load(OFFSETS + b, mask=live, other=0).to(tl.int32)
+    return start, tl.load(OFFSETS + b + 1, mask=live, other=0).to(tl.int32) - start
+
+
+@triton.jit(do_not_specialize=["batch"])
+def tile_list_kernel(
+    TILES, OWN, OTHER, batch, BLOCK: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr
+):
+    """A sorted list without a sort: R sequences a program, each counting the tiles before its own.
+
+    Quadratic in the batch, but a comparison costs next to nothing: microseconds for thousands.
+    """
+    b = tl.program_id(0) * R + tl.arange(0, R)
+    own_start, own_length = lengths(OWN, b, b < batch)
+    other_start, work = lengths(OTHER, b, b < batch)
+    mine = (own_length + BLOCK - 1) // BLOCK
+    before = tl.zeros([R], tl.int32)
+    total = 0
+    for first in range(0, batch, CHUNK):
+        c = first + tl.arange(0, CHUNK)
+        _, length = lengths(OWN, c, c < batch)
+        _, their_work = lengths(OTHER, c, c < batch)
+        count = (length + BLOCK - 1) // BLOCK
+        longer = their_work[None, :] > work[:, None]
+        equal = their_work[None, :] == work[:, None]
+        earlier = longer | (equal & (c[None, :] < b[:, None]))
+        before += tl.sum(tl.where(earlier, count[None, :], 0), 1)
+        total += tl.sum(count, 0)
+    if tl.program_id(0) == 0:
+        tl.store(TILES, total)
+        tl.store(TILES + 1, tl.load(OWN + batch).to(tl.int32))
+    for t in range(0, tl.max(mine, 0)):
+        record = TILES + HEADER + RECORD * (before + t)
+        keep = t < mine
+        tl.store(record, tl.zeros([R], tl.int32) + t * BLOCK, mask=keep)
+        tl.store(record + 1, own_start, mask=keep)
+        tl.store(record + 2, own_length, mask=keep)
+        tl.store(record + 3, other_start, mask=keep)
+        tl.store(record + 4, work, mask=keep)
+
+
+@aggregate
+class Tile:
+    """One tile of the list: its first row within its sequence, and both sides of the sequence."""
+
+    first: gl.tensor
+    start: gl.tensor
+    length: gl.tensor
+    other_start: gl.tensor
+    other_length: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, first, start, length, other_start, other_length):
+        self.first = first
+        self.start = start
+        self.length = length
+        self.other_start = other_start
+        self.other_length = other_length
+
+
+@gluon.jit
+def read_tile(TILES, i):
+    p = TILES + HEADER + RECORD * i
+    return Tile(gl.load(p), gl.load(p + 1), gl.load(p + 2), gl.load(p + 3), gl.load(p + 4))
+
+
+@aggregate
+class Ring:
+    """``size`` slots of ``parts`` tiles that the copying warp fills and consumers empty in turn.
+
+    The i-th use of the ring has slot i % size. A barrier knows only the parity of its phase, so
+    every consumer must wait for and release every use, also one that it has nothing to do with.
+    """
+
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    size: gl.constexpr
+    parts: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, full, empty, size, parts):
+        self.tiles = tiles
+        self.full = full
+        self.empty = empty
+        self.size = gl.constexpr(size)
+        self.parts = gl.constexpr(parts)
+
+    @gluon.jit
+    def acquire(self, i):
+        """Waits until the slot may be filled, and says that a tile for each part will come."""
+        mbarrier.wait(self.empty.index(i % self.size), ((i // self.size) & 1) ^ 1)
+        bytes: gl.constexpr = self.parts * self.tiles.shape[3] * self.tiles.shape[4] * 2
+        mbarrier.expect(self.full.index(i % self.size), bytes)
+
+    @gluon.jit
+    def fetch(self, i, part, desc, start, length, row, column):
+        """Starts copying rows from ``row`` on of a sequence into one part of an acquired slot."""
+        tile = self.tiles.index(i % self.size * self.parts + part)
+        coordinates = [FAR, start + length, FAR - length + row, column]
+        tma.async_copy_global_to_shared(desc, coordinates, self.full.index(i % self.size), tile)
+
+    @gluon.jit
+    def wait(self, i):
+        """Waits until the slot is full."""
+        mbarrier.wait(self.full.index(i % self.size), (i // self.size) & 1)
+
+    @gluon.jit
+    def tile(self, i, part):
+        """One part of the slot, [rows, D]."""
+        rows: gl.constexpr = self.tiles.shape[3]
+        dim: gl.constexpr = self.tiles.shape[4]
+        return self.tiles.index(i % self.size * self.parts + part).reshape([rows, dim])
+
+    @gluon.jit
+    def release(self, i):
+        """Gives the slot back; after ordinary reads of it, ``fence_async_shared`` comes first."""
+        mbarrier.arrive(self.empty.index(i % self.size))
+
+
+@gluon.jit
+def new_ring(
+    desc, SIZE: gl.constexpr, PARTS: gl.constexpr, D: gl.constexpr, FILLERS: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    """A ring for tiles of ``desc``; FILLERS arrivals make a slot full, CONSUMERS empty."""
+    tiles = gl.allocate_shared_memory(gl.bfloat16, [SIZE * PARTS, 1, 1, GROUP_ROWS, D], desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SIZE):
+        mbarrier.init(full.index(i), count=FILLERS)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    return Ring(tiles, full, empty, SIZE, PARTS)
+
+
+@gluon.jit
+def put_tile(
+    desc, buffer, x, start, length, row, column, D: gl.constexpr, PENDING: gl.constexpr = 0
+):
+    """Writes x [64, D] to rows from ``row`` on; returns while the copy still reads the buffer.
+
+    At first waits until at most PENDING earlier copies, from other buffers, do so.
+    """
+    tma.store_wait(PENDING)
+    gl.thread_barrier()
+    buffer.reshape([GROUP_ROWS, D]).store(x.to(gl.bfloat16))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(desc, [FAR, start + length, FAR - length + row, column], buffer)
+
+
+@gluon.jit
+def zero_tail(X, TILES, total, H: gl.constexpr, D: gl.constexpr):
+    """Zeroes the rows of contiguous X [total, H, D] that belong to no sequence."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    columns = gl.arange(0, D, L)
+    zeros = gl.zeros([D], gl.bfloat16, L)
+    for row in range(gl.load(TILES + 1) + gl.program_id(0), total, gl.num_programs(0)):
+        for h in range(H):
+            p = X + (row.to(gl.int64) * H + h) * D + columns  # type: ignore[attr-defined]
+            gl.store(p, zeros)
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """Layout of a [64, columns] result of a product by one group of four warps."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+    )
+
+
+@gluon.constexpr_function
+def left_operand(parent):
+    """Layout of a bfloat16 left operand held in registers."""
+    return gl.DotOperandLayout(operand_index=0, parent=parent, k_width=2)
+
+
+# Each element-wise activation is x (1 + tanh t) / 2 with x = s * scale, t = x (A + B x^2): exactly
+# so for gelu_tanh and silu. For gelu, A and B are fitted: within 3.4e-4, its derivative within
+# 6.8e-4. The tanh instruction errs by 2^-11, the rounding to bfloat16 that follows by 2^-9.
+
+
+@gluon.jit
+def tanh_fast(x):
+    return gl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def tanh_argument(s, scale, ACT: gl.constexpr):
+    """(t, slope) with act(x) = x (1 + tanh t) / 2 for x = s * scale, and slope = 2 dt/ds."""
+    if ACT == "silu":
+        return s * (0.5 * scale), scale
+    else:
+        gl.static_assert(ACT == "gelu" or ACT == "gelu_tanh")
+        A: gl.constexpr = 0.7978845608 if ACT == "gelu_tanh" else 0.7999
+        B: gl.constexpr = 0.0356774081 if ACT == "gelu_tanh" else 0.034975
+        w = A * scale + (B * scale * scale * scale) * (s * s)
+        return s * w, 6.0 * w - (4.0 * A) * scale
+
+
+@gluon.jit
+def activate(s, scale, ACT: gl.constexpr):
+    """act(s * scale) * 2 / scale; the factor is left to the end of a row."""
+    t, _ = tanh_argument(s, scale, ACT)
+    return s + s * tanh_fast(t)
+
+
+@gluon.jit
+def activate_and_derive(s, scale, ACT: gl.constexpr):
+    """(act(s * scale) / scale, act'(s * scale))."""
+    t, slope = tanh_argument(s, scale, ACT)
+    h = 0.5 + 0.5 * tanh_fast(t)
+    p = s * h
+    return p, h + (p - p * h) * slope

@@ -1,0 +1,245 @@
+"""The Gluon kernels: on a Hopper GPU where there is one, compiled for it where there is none.
+
+Run as a script, this file is the process of its own that compiles (`compile`) or interprets the
+list of tiles (`interpret`).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from kernel_cases import Case, build, check, forced, run
+
+import gemcompile.lowering  # noqa: F401  (registers the kernels)
+from gemcompile.ops import kernels
+from gemcompile.ops.attention_args import AttentionRequest
+from gemcompile.target import Target
+
+if find_spec("triton") is not None:
+    from gemcompile.lowering import attention_hopper
+
+    DIMS = attention_hopper.HEAD_DIMS
+else:
+    DIMS = (128,)
+
+HERE = Path(__file__).parent
+HOPPER = Target("cuda", 90)
+BASE = AttentionRequest(torch.bfloat16, 4, 4, 128, 128, "softmax", False)
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the triton package")
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a Hopper GPU",
+)
+
+MIXED = (0, 1, 37, 64, 65, 127, 128, 129, 300, 0, 259, 0)
+MIXED_KEYS = (77, 0, 256, 100, 193, 300, 128, 63, 1, 64, 31, 0)
+LONG = (513, 700, 90, 0, 900)  # three consumers
+
+
+def case(lengths: tuple[int, ...], keys: tuple[int, ...] | None = None, **changed) -> Case:
+    options = {"heads": 4, "dim": 128, "dtype": torch.bfloat16} | changed
+    return Case(lengths, keys, **options)
+
+
+CASES = (
+    *(
+        case(lengths, keys, activation=activation, dim=dim)
+        for dim in DIMS
+        for activation in ("softmax", "gelu_tanh")
+        for lengths, keys in ((MIXED, None), (MIXED, MIXED_KEYS), (LONG, None))
+    ),
+    *(case(MIXED, MIXED_KEYS, activation=activation) for activation in ("gelu", "silu")),
+    case(LONG, activation="gelu", scale=0.09),
+    case(MIXED, scale=2.0),
+    case(MIXED_KEYS, MIXED, kv_heads=2),
+    case(MIXED_KEYS, MIXED, kv_heads=2, activation="gelu_tanh"),
+    case(LONG, (40, 700, 0, 3, 65), kv_heads=1, dim=DIMS[0]),
+    case(MIXED, offsets=torch.int64),
+    case(MIXED, strided=True),
+    case(MIXED, expanded_grad=True),
+    case(()),
+    case((0, 0)),
+    case((1,)),
+    case((5, 0), (0, 4)),
+    case((0, 3), (7, 0), activation="gelu_tanh"),
+)
+
+
+@on_hopper
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_right(case):
+    check(case, "hopper", "cuda")
+
+
+@on_hopper
+@pytest.mark.parametrize("programs", [1, 3, 5])
+@pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
+@pytest.mark.parametrize("lengths", [MIXED, LONG], ids=["mixed", "long"])
+def test_many_tiles_a_program(lengths, activation, programs):
+    """Deadlocks and races between tiles do not show with one tile a program."""
+    with mock.patch.object(attention_hopper, "programs", lambda device: programs):
+        check(case(lengths, activation=activation), "hopper", "cuda")
+        check(case(lengths, lengths[::-1], activation=activation), "hopper", "cuda", repeat=False)
+
+
+@on_hopper
+@pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
+def test_forty_runs_give_the_same_bits(activation):
+    lengths = tuple(1 + 37 * i % 509 for i in range(96))
+    call = build(case(lengths, activation=activation), torch.device("cuda"))
+    first = run(call, "hopper")
+    for _ in range(39):
+        again = run(call, "hopper")
+        for name, value in first.items():
+            assert torch.equal(value, again[name]), name
+
+
+@on_hopper
+def test_slices_of_one_projection_are_not_copied():
+    call = build(case(MIXED), torch.device("cuda"))
+    rows, heads, dim = call.args.q.shape
+    wide = torch.empty(rows, 3, heads, dim, dtype=torch.bfloat16, device="cuda")
+    for i, name in enumerate(("q", "k", "v")):
+        wide[:, i] = getattr(call.args, name)
+    slices = dict(zip(("q", "k", "v"), wide.unbind(1), strict=True))
+    expected = run(call, "hopper")
+    assert all(attention_hopper._aligned(x) is x for x in slices.values())
+    actual = run(replace(call, args=replace(call.args, **slices)), "hopper")
+    for name, value in expected.items():
+        assert torch.equal(value, actual[name]), name
+
+
+@on_hopper
+def test_no_host_sync():
+    call = build(case(MIXED), torch.device("cuda"))
+    run(call, "hopper")  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with forced("hopper"):
+            out, lse = attention_hopper.forward(call.args)
+            attention_hopper.backward(out, call.args, out, lse, False)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def reason(target: Target = HOPPER, **changed) -> str | None:
+    return attention_hopper.supports(target, replace(BASE, **changed))
+
+
+def test_refusals():
+    assert reason(Target("cuda", 80)) == "it runs on cuda:90, not on cuda:80"
+    assert reason(Target("cpu")) == "it runs on cuda:90, not on cpu"
+    with mock.patch("triton.__version__", "3.6.0"):
+        assert reason() is None
+        assert reason(kv_heads=1, activation="gelu", large=True) is None
+        assert "float32" in reason(dtype=torch.float32)
+        assert "relu" in reason(activation="relu")
+        assert reason(head_dim=96) == "head dimension 96 is not 128"
+        assert reason(value_dim=64) == "head dimension 128 is not value dimension 64"
+        assert reason(causal=True, bias=True) == "it has no causal and no bias"
+        assert reason(key_mask=True) == "it has no key_mask"
+    with mock.patch("triton.__version__", "3.9.1"):
+        assert reason() == "it is written for triton 3.6, not 3.9.1"
+
+
+def test_preferred_to_the_portable_kernel():
+    for op in ("jagged_attention", "jagged_attention_backward"):
+        names = [kernel.name for kernel in kernels.kernels_of(op)]
+        assert names.index("hopper") < names.index("triton")
+
+
+def run_myself(what: str, tmp_path: Path, **environment: str) -> str:
+    path = os.pathsep.join([str(HERE.parent), str(HERE), *sys.path])
+    environment |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, __file__, what],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def needs_its_triton() -> None:
+    import triton
+
+    if not triton.__version__.startswith(attention_hopper.TRITON + "."):
+        pytest.skip(f"the Gluon kernels are written for triton {attention_hopper.TRITON}")
+
+
+def test_compile_for_sm_90_without_a_device(tmp_path):
+    needs_its_triton()
+    output = run_myself("compile", tmp_path)
+    for kernel in ("forward_kernel 2", "forward_kernel 3", "key_kernel", "query_kernel"):
+        assert kernel in output
+
+
+def test_tile_list_under_the_interpreter(tmp_path):
+    needs_its_triton()
+    assert "equal" in run_myself("interpret", tmp_path, TRITON_INTERPRET="1")
+
+
+def compile_kernels() -> None:
+    """Launches with a driver that compiles for sm_90 and runs nothing; prints what it compiled."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+
+    driver = mock.Mock()
+    driver.get_current_target.return_value = GPUTarget("cuda", 90, 32)
+    driver.get_current_device.return_value = 0
+    driver.get_current_stream.return_value = 0
+    triton.runtime.driver.set_active(driver)
+    launch = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **options):
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        kib = kernel.metadata.shared / 1024
+        assert kib <= 227, f"{self.fn.__name__} wants {kib} KiB of shared memory, sm_90 has 227"
+        print(self.fn.__name__, options.get("GROUPS", ""), f"{kib:.0f} KiB", flush=True)
+
+    with (
+        mock.patch.object(JITFunction, "run", compile_only),
+        mock.patch.object(attention_hopper, "programs", lambda device: 132),
+    ):
+        for each in (case((5, 70)), case((5, 70), kv_heads=2, dim=64, activation="gelu")):
+            args = build(each, torch.device("cpu")).args
+            out, lse = attention_hopper.forward(args)
+            attention_hopper.backward(out, args, out, lse, False)
+        attention_hopper.forward(build(case((900, 0)), torch.device("cpu")).args)
+
+
+def interpret_tile_list() -> None:
+    from gemcompile.lowering.hopper_tiles import tile_list
+
+    for own, other in ((MIXED, MIXED_KEYS), (MIXED_KEYS * 30, MIXED * 30), ((0,), (4,))):
+        own_offsets, other_offsets = (
+            torch.tensor((0, *lengths)).cumsum(0) for lengths in (own, other)
+        )
+        rows = int(own_offsets[-1]) + 3
+        tiles = tile_list(own_offsets.int(), other_offsets, rows, 128)
+        order = sorted(range(len(own)), key=lambda b: -other[b])
+        expected = [
+            (first, int(own_offsets[b]), own[b], int(other_offsets[b]), other[b])
+            for b in order
+            for first in range(0, own[b], 128)
+        ]
+        assert tiles[:2].tolist() == [len(expected), rows - 3]
+        records = tiles[8 : 8 + 8 * len(expected)].view(-1, 8)[:, :5]
+        assert records.tolist() == [list(x) for x in expected]
+    print("equal")
+
+
+if __name__ == "__main__":
+    {"compile": compile_kernels, "interpret": interpret_tile_list}[sys.argv[1]]()
