@@ -16,13 +16,17 @@ from torch.fx import GraphModule
 from gemcompile.pass_manager import Context, Pass
 from gemcompile.prologue import Prologue, PrologueDeclined
 from gemcompile.report import source_line
+from gemcompile.target import Target
 
 from .padding_demand import Analysis, analyse
 from .padding_emit import emit
 from .padding_regions import Region, regions
 from .padding_report import observer, report_rewritten
 
-_FILL_WORTH_PACKING = 0.95
+# Above this share of real rows packing does not pay. On Hopper the jagged kernels are faster than
+# torch's own even without padding (docs/performance.md).
+_WORTH = {Target("cuda", 90): 1.0}
+_WORTH_ELSEWHERE = 0.95
 
 
 class EliminatePadding(Pass):
@@ -74,7 +78,7 @@ class EliminatePadding(Pass):
             return str(e)
         if context.options.pack == "auto" and rows is not None and total:
             fill = min(-(-rows // 128) * 128 / total, 9.99)
-            if fill > _FILL_WORTH_PACKING:
+            if fill > _WORTH.get(context.target, _WORTH_ELSEWHERE):
                 return f"fill is {fill:.2f}: packing would cost more than it saves"
         return ""
 

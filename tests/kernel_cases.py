@@ -12,12 +12,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from unittest import mock
 
+import numpy
+import pytest
 import torch
 from torch import Tensor
 
 from gemcompile.ops import attention_reference, kernels
 from gemcompile.ops.attention_args import AttentionArgs, AttentionRequest
 
+old_numpy = pytest.mark.skipif(
+    tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4),
+    reason="Triton 3.6's interpreter needs numpy below 2.4",
+)
 OPS = ("jagged_attention", "jagged_attention_backward")
 DEAD_ROWS = 3  # rows past the last offset, poisoned
 GRADIENTS = ("q", "k", "v", "bias")

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from kernel_cases import old_numpy
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs the triton package")
 HERE = Path(__file__).parent
@@ -29,6 +30,7 @@ def run_script(name: str, tmp_path: Path, **environment: str) -> str:
     return done.stdout
 
 
+@old_numpy
 def test_kernels_under_the_interpreter(tmp_path):
     output = run_script("interpreted_kernels.py", tmp_path, TRITON_INTERPRET="1")
     assert "0 failed" in output and not output.startswith("0 passed")

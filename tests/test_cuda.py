@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -24,33 +25,43 @@ def batch(lens: list[int], length: int) -> tuple[Tensor, Tensor]:
 def gradients(model: nn.Module, call: nn.Module, *args: Tensor) -> list[Tensor]:
     model.zero_grad()
     out = call(*args)
-    (
-        out.float() * torch.linspace(0.5, 1.5, out.numel(), device="cuda").view(out.shape)
-    ).sum().backward()
+    weight = torch.linspace(0.5, 1.5, out.numel(), device="cuda").view(out.shape)
+    (out.float() * weight).sum().backward()
     return [out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-def distance(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Largest relative distance of the output and of the gradients."""
-    pairs = list(zip(found, expected, strict=True))
-    scale = max(float(b.float().norm()) for _, b in pairs)
-    return max(
-        float((a.float() - b.float()).norm()) / max(float(b.float().norm()), 1e-3 * scale)
+def distances(found: list[Tensor], truth: list[Tensor]) -> list[float]:
+    """Relative distance of each result; results that are next to nothing count by the largest."""
+    pairs = list(zip(found, truth, strict=True))
+    floor = 1e-3 * max(float(b.double().norm()) for _, b in pairs)
+    return [
+        float((a.double() - b.double()).norm()) / max(float(b.double().norm()), floor)
         for a, b in pairs
-    )
+    ]
+
+
+def check(model: nn.Module, compiled: nn.Module, args: tuple[Tensor, ...], slack: float) -> None:
+    """The error against float64 is at most twice eager's, plus a little."""
+    exact = copy.deepcopy(model).double()
+    truth = gradients(exact, exact, *args)
+    ours = distances(gradients(model, compiled, *args), truth)
+    eager = distances(gradients(model, model, *args), truth)
+    for a, b in zip(ours, eager, strict=True):
+        assert a <= 2 * b + slack, (ours, eager)
 
 
 @pytest.mark.parametrize("style", ["sdpa", "manual", "causal only"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 6e-2)])
-def test_packed_training_equals_eager(style: str, dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize(("dtype", "slack"), [(torch.float32, 1e-3), (torch.bfloat16, 2e-2)])
+def test_packed_training_equals_eager(style: str, dtype: torch.dtype, slack: float) -> None:
     model = Encoder("mean", style=style, width=64).cuda().to(dtype)
     compiled = torch.compile(model, backend=gem, dynamic=True, options={"pack": True})
     with record() as report:
         for lens, length in (([90, 3, 40, 17], 90), ([200, 0, 1], 200), ([0, 0], 40)):
             args = batch(lens, length)
-            found, expected = gradients(model, compiled, *args), gradients(model, model, *args)
-            if style == "sdpa" or min(lens) > 0:  # hand-written softmax of nothing is NaN in eager
-                assert distance(found, expected) < tolerance
+            if style == "manual" and min(lens) == 0:
+                compiled(*args)  # hand-written softmax of nothing is NaN in eager
+            else:
+                check(model, compiled, args, slack)
     report.expect(attention=2, padding=1)
     assert report.graphs == 1
 
@@ -80,7 +91,7 @@ def test_silu_attention_under_autocast() -> None:
     with torch.autocast("cuda", dtype=torch.bfloat16), record() as report:
         found, expected = gradients(model, compiled, *args), gradients(model, model, *args)
     report.expect(attention=1, padding=1)
-    assert distance(found, expected) < 6e-2
+    assert max(distances(found, expected)) < 6e-2
 
 
 def test_one_synchronisation_a_step() -> None:
