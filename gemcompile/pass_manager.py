@@ -174,9 +174,8 @@ class PassManager:
                     gm.recompile()
             except Exception as e:
                 earlier = ", ".join(q.name for q in self.passes[:i]) or "no other pass"
-                raise PassError(
-                    f"pass {p.name} failed after {earlier}: {type(e).__name__}: {e}"
-                ) from e
+                what = str(e) if isinstance(e, PassError) else f"{type(e).__name__}: {e}"
+                raise PassError(f"pass {p.name} failed after {earlier}: {what}") from e
             seconds = time.perf_counter() - start
             if changes and check:
                 check(f"pass {p.name}", gm)
