@@ -135,7 +135,7 @@ class _Work:
         bounded = a.window_left >= 0 and right >= 0
         if bounded:
             return max(ENOUGH_ROWS, min(lq // 8, a.window_left + right))
-        return max(32, lq // 8)
+        return max(ENOUGH_ROWS, lq // 8)
 
     def _block(self, rows: slice, positions: tuple[Tensor, Tensor]) -> _Block:
         q_positions, k_positions = positions
