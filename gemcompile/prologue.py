@@ -5,7 +5,7 @@ A row set is a bool mask [B, L] whose true rows are kept, packed into groups of 
 tensors depend on data, so they are made ahead of the main graph, with one integer read back per
 mask and step, and enter as trailing inputs. The number of groups is a *backed* symbol with a
 declared range: Inductor then chooses persistent kernels and 32-bit indices as it does for any
-dynamic input (an unbacked size costs about a quarter of the step, see docs/performance.md).
+dynamic input, which it does not do for an unbacked size.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Jagged attention on Hopper (H100, H200) by Gluon kernels: what they support, how they launch.
 
-bfloat16, head dimension 64 or 128, softmax, GELU or SiLU, no masks: the common case, at 1.5 to 2.4
-times the portable kernels' speed. Everything else is left to those.
+bfloat16, head dimension 64 or 128, softmax, GELU or SiLU, no masks: the common case, faster than by
+the portable kernels (docs/performance.md). Everything else is left to those.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from .padding_emit import emit
 from .padding_regions import Region, regions
 from .padding_report import observer, report_rewritten
 
-# Above this share of real rows packing does not pay. On Hopper and on CPU the jagged kernels are as
-# good as torch's own without any padding (docs/performance.md).
+# Above this share of real rows packing does not pay. Without any padding it was ahead on Hopper and
+# about level on CPU, on the models of docs/performance.md.
 _WORTH = {Target("cuda", 90): 1.0, Target("cpu"): 1.0}
 _WORTH_ELSEWHERE = 0.95
 
