@@ -51,11 +51,7 @@ class EliminatePadding(Pass):
         self._report_declined(analysis, blocked, context)
         if not found:
             return 0
-        try:
-            result = emit(gm, analysis, found, prologue)
-        except PrologueDeclined as e:
-            context.report.add("padding", "declined", "the whole graph", str(e))
-            raise
+        result = emit(gm, analysis, found, prologue)
         context.prologue = prologue
         report_rewritten(context, result, found)
         return result.changes

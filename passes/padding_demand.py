@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from gemcompile.graph import Editor, arguments, is_call, same_size
+from gemcompile.graph import Editor, arguments, same_size
 
 from . import padding_rules_math  # noqa: F401  registers its rules
 from .aliases import mutated
@@ -60,6 +60,7 @@ class Analysis:
         keys: the rows that attention reads of its keys and values.
         open: attention whose queries stay padded while keys and values are packed.
         closed: attention that stays as it is.
+        zeroed: outputs whose rows outside the atom are to be 0 (padded_outputs="zero").
     """
 
     gm: GraphModule
@@ -235,10 +236,3 @@ def _observed(gm: GraphModule, n: Node, x: Node, position: Node) -> Node:
     length = edit.symbol(x.meta["val"].shape[1])
     row = edit(aten.unsqueeze.default, edit(aten.remainder.Scalar, position, length), 1)
     return edit(aten.eq.Tensor, edit(aten.arange.default, length, device=x.meta["val"].device), row)
-
-
-def is_split(n: Node) -> bool:
-    """A node with several results that only getitem nodes use."""
-    return is_call(
-        n, aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from gemcompile.prologue import Prologue, RowSet
 
 from .layout import Layout, from_rows, plain, to_rows
 from .padding_demand import Analysis
+from .padding_masks import materialize
 from .padding_regions import Key, Region, needs_key_mask, region_of
 
 aten = torch.ops.aten
@@ -23,13 +25,12 @@ GATHER = torch.ops.gem.gather_rows.default
 
 @dataclass
 class Result:
-    """What was written: nodes, packs, unpacks and attention sites of every region."""
+    """What was written: nodes, packs and unpacks of every region, by the region's id."""
 
     nodes: Counter[int] = field(default_factory=Counter)
     packs: Counter[int] = field(default_factory=Counter)
     unpacks: Counter[int] = field(default_factory=Counter)
     rowsets: dict[int, RowSet] = field(default_factory=dict)
-    attention: list[Node] = field(default_factory=list)
 
     @property
     def changes(self) -> int:
@@ -94,6 +95,7 @@ class _Emitter:
         self.gm, self.analysis, self.members, self.result = gm, analysis, members, result
         self.packed: dict[Node, Node] = {}
         self.entries: dict[Any, Node] = {}
+        self.unpacked: dict[Node, Node] = {}
         self.order = list(gm.graph.nodes)
         self.first = next(n for n in self.order if n.op != "placeholder")
 
@@ -171,7 +173,6 @@ class _Emitter:
             given["causal"], given["dropout_p"], *sizes,
         )  # fmt: skip
         out = edit.item(both, 0)
-        self.result.attention.append(n)
         if queries is not None:
             self.packed[n] = out
             self.result.nodes[id(queries.region)] += 1
@@ -189,7 +190,7 @@ class _Emitter:
         if queries is not None:
             return queries.get(q, plain(shape)), queries.rowset.offsets, queries.rowset.positions
         batch, length, heads, features = (edit.symbol(s) for s in shape)
-        device = shape and q.meta["val"].device
+        device = q.meta["val"].device
         flat = edit(aten.reshape.default, q, [-1, heads, features])
         ends = edit(aten.arange.default, _plus_one(edit, batch), device=device, dtype=torch.int32)
         positions = None
@@ -216,6 +217,7 @@ class _Emitter:
         assert rows is not None
         edit = Editor(self.gm, like=n, before=self.packed[n].next)
         padded = _Rows(self, self.members[n]).unpack(edit, self.packed[n], rows.layout)
+        self.unpacked[n] = padded
         for u in users:
             u.replace_input_with(n, padded)
 
@@ -234,14 +236,12 @@ class _Emitter:
             region = self._region_of(x)
             if region is not None and region.atoms == frozenset({atom}):
                 continue
-            current = [y for y in output.all_input_nodes if y is x]
-            if not current:
-                continue
+            value = self.unpacked.get(x, x)
             edit = Editor(self.gm, like=x, before=output)
-            mask = atom.node if atom.positive else edit(aten.bitwise_not.default, atom.node)
+            mask = materialize(edit, {atom})
             for _ in range(x.meta["val"].dim() - 2):
                 mask = edit(aten.unsqueeze.default, mask, -1)
-            output.replace_input_with(x, edit(aten.where.ScalarOther, mask, x, 0))
+            output.replace_input_with(value, edit(aten.where.ScalarOther, mask, value, 0))
 
     def _sweep(self) -> None:
         """Erase what was replaced; dead-code removal would keep random operators."""
@@ -262,6 +262,4 @@ def _writes(n: Node) -> bool:
 
 
 def _plus_one(edit: Editor, size: int | Node) -> int | Node:
-    import operator
-
     return size + 1 if isinstance(size, int) else edit(operator.add, size, 1)

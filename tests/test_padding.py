@@ -184,6 +184,26 @@ def test_masks_of_numbers(kind: str) -> None:
     close(results(model, run, gm, gm.meta["example_inputs"]), results(model, model, x, mask))
 
 
+def test_outputs_are_zeroed_by_a_mask_of_numbers() -> None:
+    """More rows are packed than the mask keeps, so that the mask itself must zero the rest."""
+
+    class Raw(GivenMask):
+        def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.block(x, mask != 0)
+            return y, y[torch.arange(x.shape[0]), mask.sum(1) - 1]
+
+    model, lens = Raw("int"), torch.tensor([6, 0, 3])
+    x, mask = torch.randn(3, 6, 32), keep_mask(lens, 6).long()
+    gm, report = packed(model, x, mask, padded_outputs="zero")
+    report.expect(padding=1)
+    expected, last = model(x, mask)
+    found, found_last = run(gm, gm.meta["example_inputs"])
+    torch.testing.assert_close(
+        found, expected.masked_fill(mask[..., None] == 0, 0.0), rtol=1e-4, atol=1e-5
+    )
+    torch.testing.assert_close(found_last, last, rtol=1e-4, atol=1e-5)
+
+
 def test_the_complement_of_a_number_is_no_mask() -> None:
     """~1 is -2: bitwise_not negates bools only."""
 
