@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument, map_arg
 
+from gemcompile.ops.padded import padded_attention_result
+
 # Meta keys that say where a node comes from; a replacement must carry them on.
 ORIGIN = (
     "stack_trace",
@@ -29,6 +31,13 @@ _DTYPES = {
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
     torch.bool: "b1",
 }  # fmt: skip
+
+
+# Composite ops whose result is known without a look at what they are made of: that would ask
+# questions of sizes, and leave guards on them behind, for kernels that may never run.
+_RESULTS: dict[Any, Callable[..., Any]] = {
+    torch.ops.gem.padded_attention.default: padded_attention_result
+}
 
 
 def text(gm: GraphModule) -> str:
@@ -132,7 +141,7 @@ class Editor:
         """The fake result of a call on nodes."""
         a, k = map_arg((args, kwargs), lambda x: x.meta["val"])
         with torch.no_grad(), self.fake_mode, _no_mode_tracing():
-            return target(*a, **k)
+            return _RESULTS.get(target, target)(*a, **k)
 
     def item(self, n: Node, i: int) -> Node:
         """Element i of a node that returns several values."""
