@@ -7,8 +7,9 @@ from . import attention_cpu, attention_cpu_blocked
 __all__ = ["attention_cpu", "attention_cpu_blocked"]
 
 if find_spec("triton") is not None:  # a Linux-only package; the CPU kernels do without
+    from . import tile_lists  # isort: skip
     from . import attention_varlen  # isort: skip
     from . import attention_hopper  # isort: skip
     from . import attention_triton  # isort: skip
 
-    __all__ += ["attention_hopper", "attention_triton", "attention_varlen"]
+    __all__ += ["attention_hopper", "attention_triton", "attention_varlen", "tile_lists"]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gemcompile.ops.attention_args import AttentionArgs, AttentionRequest
 from gemcompile.ops.kernels import Kernel, kernels_of, register
+from gemcompile.ops.tiles import KEYS, QUERIES
 from gemcompile.target import Target
 
 TRITON = "3.6"  # Gluon still changes from release to release
@@ -25,10 +26,14 @@ ACTIVATIONS = ("softmax", "gelu", "gelu_tanh", "silu")
 if triton.__version__.startswith(TRITON + "."):
     from .attention_hopper_backward import key_kernel, query_kernel
     from .attention_hopper_forward import forward_kernel
-    from .hopper_tiles import MAX_ROWS, ROWS, descriptor, tile_list
+    from .hopper_tiles import MAX_ROWS, ROWS, descriptor
+    from .tile_lists import tiles_for
 
 # Whatever else a request may ask for, now or in later releases, is refused.
-KNOWN = ("dtype", "heads", "kv_heads", "head_dim", "value_dim", "activation", "large")
+KNOWN = (
+    *("dtype", "heads", "kv_heads", "head_dim", "value_dim", "activation", "large"),
+    *("deterministic", "short_queries"),
+)
 BACKWARD_ROWS = 128  # of a tile of both consumers
 LONG = 400  # rows a sequence, on average, from which on three consumers beat two
 
@@ -58,7 +63,7 @@ def forward(a: AttentionArgs) -> tuple[Tensor, Tensor]:
     out = a.q.new_empty(total, heads, dim)
     lse = a.q.new_empty((total, heads) if a.softmax else (0,), dtype=torch.float32)
     with torch.cuda.device_of(a.q):
-        tiles = tile_list(a.q_offsets, a.k_offsets, total, groups * ROWS)
+        tiles = tiles_for(a, QUERIES, groups * ROWS)
         forward_kernel[(programs(a.q.device),)](
             *(descriptor(_aligned(x)) for x in (a.q, a.k, a.v)),
             *(descriptor(out), out, lse, tiles, total, a.scale),
@@ -80,15 +85,14 @@ def backward(
     with torch.cuda.device_of(a.q):
         inputs = [descriptor(_aligned(x)) for x in (a.q, a.k, a.v, dout)]
         grid = (programs(a.q.device),)
-        tiles = tile_list(a.q_offsets, a.k_offsets, a.q.shape[0], BACKWARD_ROWS)
+        tiles = tiles_for(a, QUERIES, BACKWARD_ROWS)
         query_kernel[grid](
             *inputs,
             *(descriptor(out), descriptor(dq), dq, lse, delta, tiles, a.q.shape[0], a.scale),
             **_constants(a),
             STAGES=3 if a.softmax and a.q.shape[2] == 128 else 4,  # O takes the place of one
         )
-        if a.q_offsets.data_ptr() != a.k_offsets.data_ptr():  # else the lists are the same
-            tiles = tile_list(a.k_offsets, a.q_offsets, a.k.shape[0], BACKWARD_ROWS)
+        tiles = tiles_for(a, KEYS, BACKWARD_ROWS)
         key_kernel[grid](
             *inputs,
             *(descriptor(dk), descriptor(dv), dk, dv, lse, delta, tiles, a.k.shape[0], a.scale),

@@ -16,10 +16,12 @@ from torch import Tensor
 from gemcompile.ops.attention_args import AttentionArgs, AttentionRequest
 from gemcompile.ops.dropout import drop_threshold, keep_scale
 from gemcompile.ops.kernels import Kernel, register
+from gemcompile.ops.tiles import KEYS, QUERIES
 from gemcompile.target import Target
 
 from .attention_triton_backward import key_kernel, query_kernel
 from .attention_triton_forward import forward_kernel
+from .tile_lists import tiles_for
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -69,7 +71,7 @@ def forward(a: AttentionArgs) -> tuple[Tensor, Tensor]:
     out = a.q.new_empty(total, heads, a.v.shape[2])
     lse = a.q.new_empty((total, heads) if a.softmax else (0,), dtype=torch.float32)
     tiles = tiling("forward", a.q.dtype, a.q.shape[2], a.v.shape[2], Target.of(a.q.device))
-    count, grid = _grid(a.q_offsets, a.max_q, total, heads, tiles.BM)
+    work, grid = _work(a, QUERIES, tiles.BM)
     with torch.cuda.device_of(a.q):
         forward_kernel[grid](
             *(a.q, a.k, a.v, out, lse),
@@ -78,7 +80,7 @@ def forward(a: AttentionArgs) -> tuple[Tensor, Tensor]:
             *_bias_strides(a.bias),
             *(_row_stride(a.out_scale), *_window(a)),
             *_numbers(a),
-            *(a.q_offsets.shape[0] - 1, count, total),
+            *(work, total),
             **_constants(a, tiles),
         )
     return out, lse
@@ -114,7 +116,7 @@ def _launch_query(
     like = a.q if a.bias is None else a.bias
     dbias = torch.zeros(like.shape if wants else (0,), dtype=torch.float32, device=a.q.device)
     tiles = tiling("query", a.q.dtype, a.q.shape[2], a.v.shape[2], Target.of(a.q.device))
-    count, grid = _grid(a.q_offsets, a.max_q, total, heads, tiles.BM)
+    work, grid = _work(a, QUERIES, tiles.BM)
     query_kernel[grid](
         *(a.q, a.k, a.v, out, dout, lse, delta, dq, _bias_start(dbias) if wants else dbias),
         *_inputs(a),
@@ -123,7 +125,7 @@ def _launch_query(
         *_bias_strides(dbias if wants else None),
         *(_row_stride(a.out_scale), *_window(a)),
         *_numbers(a),
-        *(a.q_offsets.shape[0] - 1, count, total),
+        *(work, total),
         **_constants(a, tiles),
         BIAS_GRAD=wants,
     )
@@ -135,7 +137,7 @@ def _launch_key(
 ) -> None:
     total, kv_heads = a.k.shape[:2]
     tiles = tiling("key", a.q.dtype, a.q.shape[2], a.v.shape[2], Target.of(a.q.device))
-    count, grid = _grid(a.k_offsets, a.max_k, total, kv_heads, tiles.BN)
+    work, grid = _work(a, KEYS, tiles.BN)
     key_kernel[grid](
         *(a.q, a.k, a.v, dout, lse, delta, dk, dv),
         *_inputs(a),
@@ -143,7 +145,7 @@ def _launch_key(
         *_bias_strides(a.bias),
         *(_row_stride(a.out_scale), *_window(a)),
         *_numbers(a),
-        *(a.k_offsets.shape[0] - 1, count, total),
+        *(work, total),
         **_constants(a, tiles),
     )
 
@@ -156,13 +158,11 @@ def _unit_strides(a: AttentionArgs) -> AttentionArgs:
     return replace(a, q=q, k=k, v=v)
 
 
-def _grid(
-    offsets: Tensor, longest: int, total: int, heads: int, block: int
-) -> tuple[int, tuple[int]]:
-    """(tiles per sequence and head, grid): every tile, then the blocks of rows to be zeroed."""
-    tiles = max(1, triton.cdiv(min(longest, total), block))
-    batch = offsets.shape[0] - 1
-    return tiles, (max(1, batch * heads * tiles + triton.cdiv(total, block)),)
+def _work(a: AttentionArgs, side: int, block: int) -> tuple[Tensor, tuple[int]]:
+    """(list of tiles, grid): every tile that there may be, then the blocks of rows to be zeroed."""
+    rows, heads = (a.k if side else a.q).shape[:2]
+    most = rows // block + a.q_offsets.shape[0] - 1
+    return tiles_for(a, side, block), (max(1, most * heads + triton.cdiv(rows, block)),)
 
 
 def _inputs(a: AttentionArgs) -> tuple[Tensor, ...]:
@@ -171,7 +171,7 @@ def _inputs(a: AttentionArgs) -> tuple[Tensor, ...]:
     bias = None if a.bias is None else _bias_start(a.bias)
     optional = (mask, a.q_positions, a.k_positions, bias, a.out_scale, a.dropout_seed)
     present = (a.q if x is None else x for x in optional)
-    return a.q_offsets, a.k_offsets, *present, *_history(a)
+    return *present, *_history(a)
 
 
 def _history(a: AttentionArgs) -> tuple[Tensor, Tensor]:

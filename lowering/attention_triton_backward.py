@@ -20,10 +20,11 @@ from .attention_triton_tiles import (
     bias_tile,
     derivative,
     keep_tile,
+    list_header,
+    list_tile,
     live_keys,
     load_rows,
     places,
-    sequence,
     store_head,
     zero_tail,
 )
@@ -101,10 +102,10 @@ def query_gradient(
 
 @triton.jit(do_not_specialize=VARYING)
 def query_kernel(
-    Q, K, V, OUT, DOUT, LSE, DELTA, DQ, DBIAS, Q_OFFSETS, K_OFFSETS, KEY_MASK, Q_POSITIONS,
+    Q, K, V, OUT, DOUT, LSE, DELTA, DQ, DBIAS, KEY_MASK, Q_POSITIONS,
     K_POSITIONS, BIAS, OUT_SCALE, SEED, TARGETS, CONTEXTUAL, q_st, q_sh, k_st, k_sh, v_st, v_sh,
     do_st, do_sh, b_sb, b_sh, b_sm, b_sn, db_sb, db_sh, db_sm, db_sn, out_scale_st, left, right,
-    scale, drop_below, keep_scale, batch, tiles, total_q,
+    scale, drop_below, keep_scale, TILES, total_q,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     ACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
@@ -114,74 +115,67 @@ def query_kernel(
 ):  # fmt: skip
     """DQ [Tq, H, D]; for softmax also DELTA [Tq, H], which ``key_kernel`` reads."""
     pid = tl.program_id(0)
-    tile = pid % tiles
-    h = (pid // tiles) % H
-    b = pid // tiles // H
-    if b >= batch:
-        end = tl.load(Q_OFFSETS + batch).to(tl.int64)
-        zero_tail(DQ, end, pid - batch * H * tiles, total_q, H * D, H, D, BLOCK_D, BM)
+    count, used = list_header(TILES)
+    if pid >= count * H:
+        zero_tail(DQ, used, pid - count * H, total_q, H * D, H, D, BLOCK_D, BM)
     else:
-        q_start, lq = sequence(Q_OFFSETS, b)
-        m0 = tile * BM
-        if m0 < lq:
-            k_start, lk = sequence(K_OFFSETS, b)
-            ranks = m0 + tl.arange(0, BM)
-            q_live = ranks < lq
-            rows = q_start + ranks
-            head = h.to(tl.int64)
-            q = load_rows(Q + head * q_sh, q_start + m0, q_st, q_live, D, BLOCK_D, BM, False)
-            do = load_rows(
-                DOUT + head * do_sh, q_start + m0, do_st, q_live, DV, BLOCK_DV, BM, False
-            )
-            lse = tl.zeros([BM], tl.float32)
-            delta = tl.zeros([BM], tl.float32)
-            if ACT == "softmax":
-                out = load_rows(OUT + h * DV, q_start + m0, H * DV, q_live, DV, BLOCK_DV, BM, False)
-                delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
-                tl.store(DELTA + rows * H + h, delta, mask=q_live)
-                lse = tl.load(LSE + rows * H + h, mask=q_live, other=float("inf"))
-            factor = tl.full([BM], 1.0, tl.float32)
-            if HAS_OUT_SCALE:
-                factor = tl.load(OUT_SCALE + rows * out_scale_st, mask=q_live, other=0.0)
-            q_ranks = places(Q_POSITIONS, q_start, ranks, q_live, HAS_Q_POSITIONS)
-            placed: tl.constexpr = HAS_Q_POSITIONS or HAS_K_POSITIONS
-            q_places = q_ranks if placed else ranks + (lk - lq)
-            oldest, newest = history(TARGETS, CONTEXTUAL, b, lk, HISTORY)
-            start, full, end, stop = key_range(
-                m0, lq, lk, left, right, oldest, newest, CAUSAL, WINDOW, BLOCK, HISTORY, placed,
-                HAS_KEY_MASK, BM, BN,
-            )  # fmt: skip
-            kv_head = (h // GROUP).to(tl.int64)
-            if HAS_BIAS:
-                BIAS += b.to(tl.int64) * b_sb + head * b_sh
-                if RELATIVE and not placed:
-                    BIAS -= (lk - lq) * b_sn
-            if BIAS_GRAD:
-                DBIAS += b.to(tl.int64) * db_sb + head * db_sh
-                if RELATIVE and not placed:
-                    DBIAS -= (lk - lq) * db_sn
-            dq = tl.zeros([BM, BLOCK_D], tl.float32)
-            for part in tl.static_range(3):  # the window's far edge, what all rows see, the rest
-                if part == 2 or not (HAS_KEY_MASK or BLOCK > 0) and (WINDOW or part == 1):
-                    first = start if part == 0 else full if part == 1 else tl.maximum(full, end)
-                    last = full if part == 0 else end if part == 1 else stop
-                    dq = query_gradient(
-                        dq, q, do, K + kv_head * k_sh, V + kv_head * v_sh, KEY_MASK, K_POSITIONS,
-                        BIAS, DBIAS, SEED, k_start, lk, first, last, rows, q_ranks, q_places,
-                        q_live, h, lse, delta, factor, k_st, v_st, b_sm, b_sn, db_sm, db_sn, left,
-                        right, oldest, newest, scale, drop_below, keep_scale, D, DV, BLOCK_D,
-                        BLOCK_DV, BN, ACT, CAUSAL, WINDOW, BLOCK, HISTORY, HAS_KEY_MASK,
-                        HAS_K_POSITIONS, HAS_BIAS, BIAS_GRAD, DROPOUT, part != 1,
-                    )  # fmt: skip
-            store_head(DQ, q_start + m0, h, q_live, dq * scale, H, D, BLOCK_D, BM)
+        h = pid % H
+        m0, q_start, lq, k_start, lk, b = list_tile(TILES, pid // H)
+        ranks = m0 + tl.arange(0, BM)
+        q_live = ranks < lq
+        rows = q_start + ranks
+        head = h.to(tl.int64)
+        q = load_rows(Q + head * q_sh, q_start + m0, q_st, q_live, D, BLOCK_D, BM, False)
+        do = load_rows(DOUT + head * do_sh, q_start + m0, do_st, q_live, DV, BLOCK_DV, BM, False)
+        lse = tl.zeros([BM], tl.float32)
+        delta = tl.zeros([BM], tl.float32)
+        if ACT == "softmax":
+            out = load_rows(OUT + h * DV, q_start + m0, H * DV, q_live, DV, BLOCK_DV, BM, False)
+            delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
+            tl.store(DELTA + rows * H + h, delta, mask=q_live)
+            lse = tl.load(LSE + rows * H + h, mask=q_live, other=float("inf"))
+        factor = tl.full([BM], 1.0, tl.float32)
+        if HAS_OUT_SCALE:
+            factor = tl.load(OUT_SCALE + rows * out_scale_st, mask=q_live, other=0.0)
+        q_ranks = places(Q_POSITIONS, q_start, ranks, q_live, HAS_Q_POSITIONS)
+        placed: tl.constexpr = HAS_Q_POSITIONS or HAS_K_POSITIONS
+        q_places = q_ranks if placed else ranks + (lk - lq)
+        oldest, newest = history(TARGETS, CONTEXTUAL, b, lk, HISTORY)
+        start, full, end, stop = key_range(
+            m0, lq, lk, left, right, oldest, newest, CAUSAL, WINDOW, BLOCK, HISTORY, placed,
+            HAS_KEY_MASK, BM, BN,
+        )  # fmt: skip
+        kv_head = (h // GROUP).to(tl.int64)
+        if HAS_BIAS:
+            BIAS += b.to(tl.int64) * b_sb + head * b_sh
+            if RELATIVE and not placed:
+                BIAS -= (lk - lq) * b_sn
+        if BIAS_GRAD:
+            DBIAS += b.to(tl.int64) * db_sb + head * db_sh
+            if RELATIVE and not placed:
+                DBIAS -= (lk - lq) * db_sn
+        dq = tl.zeros([BM, BLOCK_D], tl.float32)
+        for part in tl.static_range(3):  # the window's far edge, what all rows see, the rest
+            if part == 2 or not (HAS_KEY_MASK or BLOCK > 0) and (WINDOW or part == 1):
+                first = start if part == 0 else full if part == 1 else tl.maximum(full, end)
+                last = full if part == 0 else end if part == 1 else stop
+                dq = query_gradient(
+                    dq, q, do, K + kv_head * k_sh, V + kv_head * v_sh, KEY_MASK, K_POSITIONS,
+                    BIAS, DBIAS, SEED, k_start, lk, first, last, rows, q_ranks, q_places,
+                    q_live, h, lse, delta, factor, k_st, v_st, b_sm, b_sn, db_sm, db_sn, left,
+                    right, oldest, newest, scale, drop_below, keep_scale, D, DV, BLOCK_D,
+                    BLOCK_DV, BN, ACT, CAUSAL, WINDOW, BLOCK, HISTORY, HAS_KEY_MASK,
+                    HAS_K_POSITIONS, HAS_BIAS, BIAS_GRAD, DROPOUT, part != 1,
+                )  # fmt: skip
+        store_head(DQ, q_start + m0, h, q_live, dq * scale, H, D, BLOCK_D, BM)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def key_kernel(
-    Q, K, V, DOUT, LSE, DELTA, DK, DV_, Q_OFFSETS, K_OFFSETS, KEY_MASK, Q_POSITIONS, K_POSITIONS,
+    Q, K, V, DOUT, LSE, DELTA, DK, DV_, KEY_MASK, Q_POSITIONS, K_POSITIONS,
     BIAS, OUT_SCALE, SEED, TARGETS, CONTEXTUAL, q_st, q_sh, k_st, k_sh, v_st, v_sh, do_st, do_sh,
     b_sb, b_sh, b_sm, b_sn, out_scale_st, left, right,
-    scale, drop_below, keep_scale, batch, tiles, total_k,
+    scale, drop_below, keep_scale, TILES, total_k,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     ACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
@@ -192,81 +186,74 @@ def key_kernel(
     """DK [Tk, Hk, D] and DV_ [Tk, Hk, DV]: the query heads of a key head in turn."""
     kv_heads: tl.constexpr = H // GROUP
     pid = tl.program_id(0)
-    tile = pid % tiles
-    kv_head = (pid // tiles) % kv_heads
-    b = pid // tiles // kv_heads
-    if b >= batch:
-        block = pid - batch * kv_heads * tiles
-        end = tl.load(K_OFFSETS + batch).to(tl.int64)
-        zero_tail(DK, end, block, total_k, kv_heads * D, kv_heads, D, BLOCK_D, BN)
-        zero_tail(DV_, end, block, total_k, kv_heads * DV, kv_heads, DV, BLOCK_DV, BN)
+    count, used = list_header(TILES)
+    if pid >= count * kv_heads:
+        block = pid - count * kv_heads
+        zero_tail(DK, used, block, total_k, kv_heads * D, kv_heads, D, BLOCK_D, BN)
+        zero_tail(DV_, used, block, total_k, kv_heads * DV, kv_heads, DV, BLOCK_DV, BN)
     else:
-        k_start, lk = sequence(K_OFFSETS, b)
-        n0 = tile * BN
-        if n0 < lk:
-            q_start, lq = sequence(Q_OFFSETS, b)
-            keys = n0 + tl.arange(0, BN)
-            live = live_keys(KEY_MASK, k_start, keys, lk, HAS_KEY_MASK)
-            wide_head = kv_head.to(tl.int64)
-            k = load_rows(K + wide_head * k_sh, k_start + n0, k_st, live, D, BLOCK_D, BN, False)
-            v = load_rows(V + wide_head * v_sh, k_start + n0, v_st, live, DV, BLOCK_DV, BN, False)
-            k_places = places(K_POSITIONS, k_start, keys, live, HAS_K_POSITIONS)
-            placed: tl.constexpr = HAS_Q_POSITIONS or HAS_K_POSITIONS
-            masked: tl.constexpr = CAUSAL or WINDOW or BLOCK > 0
-            oldest, newest = history(TARGETS, CONTEXTUAL, b, lk, HISTORY)
-            front, start, stop = row_range(
-                n0, lq, lk, left, right, oldest, newest, CAUSAL, WINDOW, BLOCK, HISTORY, placed,
-                BM, BN,
-            )  # fmt: skip
-            dk = tl.zeros([BN, BLOCK_D], tl.float32)
-            dv = tl.zeros([BN, BLOCK_DV], tl.float32)
-            for member in range(GROUP):
-                h = kv_head * GROUP + member
-                head = h.to(tl.int64)
-                bias = BIAS
-                if HAS_BIAS:
-                    bias = BIAS + b.to(tl.int64) * b_sb + head * b_sh
-                    if RELATIVE and not placed:
-                        bias -= (lk - lq) * b_sn
-                for step in tl.range(start - front, stop, BM):
-                    m0 = step
-                    if HISTORY:  # the rows [0, front) come first
-                        m0 = tl.where(step < start, step - (start - front), step)
-                    ranks = m0 + tl.arange(0, BM)
-                    q_live = ranks < lq
-                    rows = q_start + ranks
-                    q = load_rows(
-                        Q + head * q_sh, q_start + m0, q_st, q_live, D, BLOCK_D, BM, False
-                    )
-                    do = load_rows(
-                        DOUT + head * do_sh, q_start + m0, do_st, q_live, DV, BLOCK_DV, BM, False
-                    )
-                    lse = tl.zeros([BM], tl.float32)
-                    delta = tl.zeros([BM], tl.float32)
-                    if ACT == "softmax":
-                        lse = tl.load(LSE + rows * H + h, mask=q_live, other=float("inf"))
-                        delta = tl.load(DELTA + rows * H + h, mask=q_live, other=0.0)
-                    factor = tl.full([BM], 1.0, tl.float32)
-                    if HAS_OUT_SCALE:
-                        factor = tl.load(OUT_SCALE + rows * out_scale_st, mask=q_live, other=0.0)
-                    q_ranks = places(Q_POSITIONS, q_start, ranks, q_live, HAS_Q_POSITIONS)
-                    q_places = q_ranks if placed else ranks + (lk - lq)
-                    s = tl.dot(k, tl.trans(q), input_precision="ieee")
-                    dp = tl.dot(v, tl.trans(do), input_precision="ieee")
-                    # Dead rows were read as zero and dead keys are not kept, so without a mask
-                    # nothing has to be hidden here.
-                    p, ds = score_gradient(
-                        s, dp, q_ranks[None, :], q_places[None, :], k_places[:, None],
-                        q_live[None, :], live[:, None], rows[None, :], keys[:, None], h,
-                        lse[None, :], delta[None, :], factor[None, :], bias, SEED, b_sm, b_sn,
-                        left, right, oldest, newest, scale, drop_below, keep_scale, ACT, CAUSAL,
-                        WINDOW, BLOCK, HISTORY, HAS_BIAS, DROPOUT, masked,
-                    )  # fmt: skip
-                    dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
-                    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
-            if HAS_KEY_MASK:
-                dk = tl.where(live[:, None], dk, 0.0)
-                dv = tl.where(live[:, None], dv, 0.0)
-            inside = keys < lk
-            store_head(DK, k_start + n0, kv_head, inside, dk * scale, kv_heads, D, BLOCK_D, BN)
-            store_head(DV_, k_start + n0, kv_head, inside, dv, kv_heads, DV, BLOCK_DV, BN)
+        kv_head = pid % kv_heads
+        n0, k_start, lk, q_start, lq, b = list_tile(TILES, pid // kv_heads)
+        keys = n0 + tl.arange(0, BN)
+        live = live_keys(KEY_MASK, k_start, keys, lk, HAS_KEY_MASK)
+        wide_head = kv_head.to(tl.int64)
+        k = load_rows(K + wide_head * k_sh, k_start + n0, k_st, live, D, BLOCK_D, BN, False)
+        v = load_rows(V + wide_head * v_sh, k_start + n0, v_st, live, DV, BLOCK_DV, BN, False)
+        k_places = places(K_POSITIONS, k_start, keys, live, HAS_K_POSITIONS)
+        placed: tl.constexpr = HAS_Q_POSITIONS or HAS_K_POSITIONS
+        masked: tl.constexpr = CAUSAL or WINDOW or BLOCK > 0
+        oldest, newest = history(TARGETS, CONTEXTUAL, b, lk, HISTORY)
+        front, start, stop = row_range(
+            n0, lq, lk, left, right, oldest, newest, CAUSAL, WINDOW, BLOCK, HISTORY, placed,
+            BM, BN,
+        )  # fmt: skip
+        dk = tl.zeros([BN, BLOCK_D], tl.float32)
+        dv = tl.zeros([BN, BLOCK_DV], tl.float32)
+        for member in range(GROUP):
+            h = kv_head * GROUP + member
+            head = h.to(tl.int64)
+            bias = BIAS
+            if HAS_BIAS:
+                bias = BIAS + b.to(tl.int64) * b_sb + head * b_sh
+                if RELATIVE and not placed:
+                    bias -= (lk - lq) * b_sn
+            for step in tl.range(start - front, stop, BM):
+                m0 = step
+                if HISTORY:  # the rows [0, front) come first
+                    m0 = tl.where(step < start, step - (start - front), step)
+                ranks = m0 + tl.arange(0, BM)
+                q_live = ranks < lq
+                rows = q_start + ranks
+                q = load_rows(Q + head * q_sh, q_start + m0, q_st, q_live, D, BLOCK_D, BM, False)
+                do = load_rows(
+                    DOUT + head * do_sh, q_start + m0, do_st, q_live, DV, BLOCK_DV, BM, False
+                )
+                lse = tl.zeros([BM], tl.float32)
+                delta = tl.zeros([BM], tl.float32)
+                if ACT == "softmax":
+                    lse = tl.load(LSE + rows * H + h, mask=q_live, other=float("inf"))
+                    delta = tl.load(DELTA + rows * H + h, mask=q_live, other=0.0)
+                factor = tl.full([BM], 1.0, tl.float32)
+                if HAS_OUT_SCALE:
+                    factor = tl.load(OUT_SCALE + rows * out_scale_st, mask=q_live, other=0.0)
+                q_ranks = places(Q_POSITIONS, q_start, ranks, q_live, HAS_Q_POSITIONS)
+                q_places = q_ranks if placed else ranks + (lk - lq)
+                s = tl.dot(k, tl.trans(q), input_precision="ieee")
+                dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+                # Dead rows were read as zero and dead keys are not kept, so without a mask
+                # nothing has to be hidden here.
+                p, ds = score_gradient(
+                    s, dp, q_ranks[None, :], q_places[None, :], k_places[:, None],
+                    q_live[None, :], live[:, None], rows[None, :], keys[:, None], h,
+                    lse[None, :], delta[None, :], factor[None, :], bias, SEED, b_sm, b_sn,
+                    left, right, oldest, newest, scale, drop_below, keep_scale, ACT, CAUSAL,
+                    WINDOW, BLOCK, HISTORY, HAS_BIAS, DROPOUT, masked,
+                )  # fmt: skip
+                dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+        if HAS_KEY_MASK:
+            dk = tl.where(live[:, None], dk, 0.0)
+            dv = tl.where(live[:, None], dv, 0.0)
+        inside = keys < lk
+        store_head(DK, k_start + n0, kv_head, inside, dk * scale, kv_heads, D, BLOCK_D, BN)
+        store_head(DV_, k_start + n0, kv_head, inside, dv, kv_heads, DV, BLOCK_DV, BN)

@@ -9,13 +9,18 @@ as zero, never as what memory holds, so NaN there stays there.
 import triton
 import triton.language as tl
 
+from gemcompile.ops.tiles import HEADER, RECORD
+
 # Numbers that change from call to call: no kernel is compiled for a value of theirs.
-VARYING = ["batch", "tiles", "total_q", "total_k", "drop_below", "keep_scale", "scale"]
+VARYING = ["total_q", "total_k", "drop_below", "keep_scale", "scale"]
 VARYING += ["left", "right"]
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOWEST: tl.constexpr = tl.constexpr(-3.0e38)  # finite, so that LOWEST - LOWEST is 0
+
+_HEADER: tl.constexpr = tl.constexpr(HEADER)
+_RECORD: tl.constexpr = tl.constexpr(RECORD)
 
 # gemcompile.ops.dropout computes the same hash with the same constants.
 MIX_1: tl.constexpr = tl.constexpr(0x7FEB352D)
@@ -67,10 +72,18 @@ def zero_tail(
 
 
 @triton.jit
-def sequence(OFFSETS, b):
-    """(first row as int64, length as int32) of sequence b."""
-    start = tl.load(OFFSETS + b).to(tl.int64)
-    return start, (tl.load(OFFSETS + b + 1).to(tl.int64) - start).to(tl.int32)
+def list_header(TILES):
+    """(number of tiles, rows in use as int64) of a list of tiles (``gemcompile.ops.tiles``)."""
+    return tl.load(TILES), tl.load(TILES + 1).to(tl.int64)
+
+
+@triton.jit
+def list_tile(TILES, i):
+    """Tile i: (first row within the sequence, start, length, other start, other length, sequence);
+    starts as int64."""
+    p = TILES + _HEADER + _RECORD * i.to(tl.int64)
+    starts = tl.load(p + 1).to(tl.int64), tl.load(p + 3).to(tl.int64)
+    return tl.load(p), starts[0], tl.load(p + 2), starts[1], tl.load(p + 4), tl.load(p + 5)
 
 
 @triton.jit

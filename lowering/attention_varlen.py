@@ -1,10 +1,9 @@
 """Softmax attention on CUDA by the flash kernel that ships with PyTorch (its varlen form).
 
 It takes offsets and strided inputs as they are, aligns causal masks at the end, and knows nothing
-of rows past the last offset: those are filled in here. Backward sums dq by atomics, so it repeats
-its results bit for bit only under ``torch.use_deterministic_algorithms(True)``. Past 2^31 elements
-it reads where it must not (seen with torch 2.11). At head dimensions that are a power of two up to
-128 the Triton kernels are left to do it: on an H200 a training step of theirs is faster.
+of rows past the last offset: those are filled in here. Backward sums dq by atomics. Past 2^31
+elements it reads where it must not (seen with torch 2.11). At head dimensions that are a power of
+two up to 128 the Triton kernels are left to do it: on an H200 a training step of theirs is faster.
 """
 
 from __future__ import annotations
@@ -36,6 +35,8 @@ def supports(target: Target, request: AttentionRequest) -> str | None:
         return f"head dimension {dim} is not a multiple of 8 up to 256"
     if dim in (8, 16, 32, 64, 128):
         return f"at head dimension {dim} the Triton kernels are faster"
+    if request.deterministic:
+        return "its gradients do not repeat bit for bit"
     if request.large:
         return "its offsets have 32 bits, and a tensor has 2^31 elements or more"
     extras = ("key_mask", "positions", "bias", "out_scale", "dropout", "window", "block", "history")

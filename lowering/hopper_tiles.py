@@ -3,14 +3,11 @@
 Tiles are 64 rows of one head, fetched and written by the tensor copy engine (TMA) through "ragged"
 descriptors that stop at a sequence's end. Each kernel has one warp that issues copies and two or
 three groups of four warps that compute; between them go rings of slots in shared memory. Programs
-are persistent and walk a list of tiles, made on the device by one small kernel, longest work first.
+are persistent and walk a list of tiles, most work first (``tile_lists``).
 """
 
 from functools import lru_cache
 
-import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,6 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
+from gemcompile.ops import tiles
+
 ROWS = 64  # of a tile of one consumer
 MAX_ROWS = 2**30  # a tensor may have, for the descriptors
 
@@ -31,9 +30,9 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 INF = gl.constexpr(float("inf"))
 
-# Tile list, int32: a header (tiles, rows in use), then one record a tile, see ``Tile``.
-HEADER: tl.constexpr = tl.constexpr(8)
-RECORD: tl.constexpr = tl.constexpr(8)
+# Of a list of tiles (gemcompile.ops.tiles).
+HEADER = gl.constexpr(tiles.HEADER)
+RECORD = gl.constexpr(tiles.RECORD)
 
 
 @lru_cache
@@ -55,65 +54,6 @@ def descriptor(x: Tensor, rows: int = ROWS) -> TensorDescriptor:
     return TensorDescriptor(
         x, shape, [2**34 - stride, stride, stride, 1], [1, 1, rows, dim], _layout(rows, dim)
     )
-
-
-def tile_list(own: Tensor, other: Tensor, rows: int, block: int) -> Tensor:
-    """Every tile of ``block`` rows of the sequences that ``own`` [B + 1] cuts, most work first.
-
-    A tile's work is the length of its sequence under the offsets ``other``. ``rows`` is at least
-    own[-1]. Nothing is read back; the order is fixed, so equal inputs give equal lists.
-    """
-    batch = own.shape[0] - 1
-    tiles = own.new_empty(8 + 8 * (rows // block + batch), dtype=torch.int32)
-    size = 16
-    tile_list_kernel[(triton.cdiv(batch, size),)](
-        *(tiles, own, other, batch), BLOCK=block, R=size, CHUNK=256
-    )
-    return tiles
-
-
-@triton.jit
-def lengths(OFFSETS, b, live):
-    """(starts, lengths) of sequences b as int32, 0 where not live."""
-    start = tl.load(OFFSETS + b, mask=live, other=0).to(tl.int32)
-    return start, tl.load(OFFSETS + b + 1, mask=live, other=0).to(tl.int32) - start
-
-
-@triton.jit(do_not_specialize=["batch"])
-def tile_list_kernel(
-    TILES, OWN, OTHER, batch, BLOCK: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr
-):
-    """A sorted list without a sort: R sequences a program, each counting the tiles before its own.
-
-    Quadratic in the batch, but a comparison costs next to nothing: microseconds for thousands.
-    """
-    b = tl.program_id(0) * R + tl.arange(0, R)
-    own_start, own_length = lengths(OWN, b, b < batch)
-    other_start, work = lengths(OTHER, b, b < batch)
-    mine = (own_length + BLOCK - 1) // BLOCK
-    before = tl.zeros([R], tl.int32)
-    total = 0
-    for first in range(0, batch, CHUNK):
-        c = first + tl.arange(0, CHUNK)
-        _, length = lengths(OWN, c, c < batch)
-        _, their_work = lengths(OTHER, c, c < batch)
-        count = (length + BLOCK - 1) // BLOCK
-        longer = their_work[None, :] > work[:, None]
-        equal = their_work[None, :] == work[:, None]
-        earlier = longer | (equal & (c[None, :] < b[:, None]))
-        before += tl.sum(tl.where(earlier, count[None, :], 0), 1)
-        total += tl.sum(count, 0)
-    if tl.program_id(0) == 0:
-        tl.store(TILES, total)
-        tl.store(TILES + 1, tl.load(OWN + batch).to(tl.int32))
-    for t in range(0, tl.max(mine, 0)):
-        record = TILES + HEADER + RECORD * (before + t)
-        keep = t < mine
-        tl.store(record, tl.zeros([R], tl.int32) + t * BLOCK, mask=keep)
-        tl.store(record + 1, own_start, mask=keep)
-        tl.store(record + 2, own_length, mask=keep)
-        tl.store(record + 3, other_start, mask=keep)
-        tl.store(record + 4, work, mask=keep)
 
 
 @aggregate

@@ -7,10 +7,11 @@ from gemcompile.pass_manager import Pass
 from .attention import FuseAttention
 from .canonicalize import Canonicalize
 from .padding import EliminatePadding
+from .share_tiles import ShareTiles
 
-__all__ = ["Canonicalize", "EliminatePadding", "FuseAttention", "forward"]
+__all__ = ["Canonicalize", "EliminatePadding", "FuseAttention", "ShareTiles", "forward"]
 
 
 def forward() -> list[Pass]:
     """The forward passes in the order in which they run."""
-    return [Canonicalize(), FuseAttention(), EliminatePadding()]
+    return [Canonicalize(), FuseAttention(), EliminatePadding(), ShareTiles()]

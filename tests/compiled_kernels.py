@@ -31,6 +31,7 @@ KERNELS = {
     "key": launcher.key_kernel,
 }
 POINTERS = {
+    "TILES": "*i32",
     "LSE": "*fp32",
     "DELTA": "*fp32",
     "DBIAS": "*fp32",

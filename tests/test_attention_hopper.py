@@ -1,7 +1,6 @@
 """The Gluon kernels: on a Hopper GPU where there is one, compiled for it where there is none.
 
-Run as a script, this file is the process of its own that compiles (`compile`) or interprets the
-list of tiles (`interpret`).
+Run as a script, this file is the process of its own that compiles.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from kernel_cases import Case, build, check, forced, old_numpy, run
+from kernel_cases import Case, build, check, forced, run
 
 import gemcompile.lowering  # noqa: F401  (registers the kernels)
 from gemcompile.ops import kernels
@@ -157,11 +156,11 @@ def test_preferred_to_the_portable_kernel():
         assert names.index("hopper") < names.index("triton")
 
 
-def run_myself(what: str, tmp_path: Path, **environment: str) -> str:
+def run_myself(tmp_path: Path) -> str:
     path = os.pathsep.join([str(HERE.parent), str(HERE), *sys.path])
-    environment |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment = {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, __file__, what],
+        [sys.executable, __file__],
         env=os.environ | environment,
         capture_output=True,
         text=True,
@@ -180,15 +179,9 @@ def needs_its_triton() -> None:
 
 def test_compile_for_sm_90_without_a_device(tmp_path):
     needs_its_triton()
-    output = run_myself("compile", tmp_path)
+    output = run_myself(tmp_path)
     for kernel in ("forward_kernel 2", "forward_kernel 3", "key_kernel", "query_kernel"):
         assert kernel in output
-
-
-@old_numpy
-def test_tile_list_under_the_interpreter(tmp_path):
-    needs_its_triton()
-    assert "equal" in run_myself("interpret", tmp_path, TRITON_INTERPRET="1")
 
 
 def compile_kernels() -> None:
@@ -221,26 +214,5 @@ def compile_kernels() -> None:
         attention_hopper.forward(build(case((900, 0)), torch.device("cpu")).args)
 
 
-def interpret_tile_list() -> None:
-    from gemcompile.lowering.hopper_tiles import tile_list
-
-    for own, other in ((MIXED, MIXED_KEYS), (MIXED_KEYS * 30, MIXED * 30), ((0,), (4,))):
-        own_offsets, other_offsets = (
-            torch.tensor((0, *lengths)).cumsum(0) for lengths in (own, other)
-        )
-        rows = int(own_offsets[-1]) + 3
-        tiles = tile_list(own_offsets.int(), other_offsets, rows, 128)
-        order = sorted(range(len(own)), key=lambda b: -other[b])
-        expected = [
-            (first, int(own_offsets[b]), own[b], int(other_offsets[b]), other[b])
-            for b in order
-            for first in range(0, own[b], 128)
-        ]
-        assert tiles[:2].tolist() == [len(expected), rows - 3]
-        records = tiles[8 : 8 + 8 * len(expected)].view(-1, 8)[:, :5]
-        assert records.tolist() == [list(x) for x in expected]
-    print("equal")
-
-
 if __name__ == "__main__":
-    {"compile": compile_kernels, "interpret": interpret_tile_list}[sys.argv[1]]()
+    compile_kernels()

@@ -212,12 +212,13 @@ class Late(Pass):
 def test_user_passes_are_ordered() -> None:
     report = compiled({"passes": (Late(), Early())})
     names = [p.name for p in report.passes]
-    assert names == ["Early", "Canonicalize", "FuseAttention", "EliminatePadding", "Late"]
+    built_in = ["Canonicalize", "FuseAttention", "EliminatePadding", "ShareTiles"]
+    assert names == ["Early", *built_in, "Late"]
 
 
 def test_disabled_passes_do_not_run() -> None:
     report = compiled({"passes": (Late(),), "disable": ["Late", "EliminatePadding"]})
-    assert [p.name for p in report.passes] == ["Canonicalize", "FuseAttention"]
+    assert [p.name for p in report.passes] == ["Canonicalize", "FuseAttention", "ShareTiles"]
     with pytest.raises(BackendCompilerFailed, match="disable names 'FuseAtention'; the passes are"):
         compiled({"disable": "FuseAtention"})
 

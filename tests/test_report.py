@@ -184,7 +184,7 @@ def test_flops_of_products() -> None:
 
 def test_passes(report: Report) -> None:
     names = [p.name for p in report.passes]
-    assert names == ["Canonicalize", "FuseAttention", "EliminatePadding"]
+    assert names == ["Canonicalize", "FuseAttention", "EliminatePadding", "ShareTiles"]
     for a, b in zip(report.passes, report.passes[1:]):
         assert a.after == b.before
     fuse = report.passes[1]

@@ -67,7 +67,8 @@ def jagged_attention(
         dropout_p: probability with which an entry is dropped after the activation.
         dropout_seed: int64 [1] on the same device; the mask is a function of it alone.
         max_q, max_k: bounds on the lengths, never read from the device. None: the row count.
-        deterministic: True refuses what may not repeat bit for bit: the gradient of a bias on CUDA.
+        deterministic: results repeat bit for bit, at the cost of a slower backward in places; the
+            gradient of a bias is refused on CUDA. None: as torch.use_deterministic_algorithms says.
 
     Returns:
         [Tq, H, Dv], or [B, S, H, Dv] for shared queries. A softmax row that sees no key gives 0;
@@ -112,6 +113,8 @@ def jagged_attention(
             causal = True
     if bias is not None:
         bias = _check_bias(bias, batch, q, max_q, max_k)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
     if deterministic and bias is not None and bias.is_cuda and bias.requires_grad:
         raise ValueError("the gradient of bias is summed by atomics: deterministic=True refuses it")
     _check_dropout(dropout_p, dropout_seed, q)
@@ -141,6 +144,8 @@ def jagged_attention(
         block or 0,
         num_targets,
         num_contextual,
+        None,
+        deterministic,
     )
     return out if shared is None else out.unflatten(0, (batch, shared))
 

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+SHORT = 64  # queries that the heads of one key head have in a sequence, for ``short_queries``
+
 
 @dataclass(frozen=True)
 class AttentionRequest:
     """What decides whether a kernel can run: everything but the values and the row counts.
 
     ``large`` is True where a tensor has 2^31 elements or more, past 32-bit offsets; ``history``
-    where targets or contextual rows are told from the rest.
+    where targets or contextual rows are told from the rest; ``short_queries`` where the queries
+    that a key head has in a sequence, over the heads of its group, are at most ``SHORT``.
     """
 
     dtype: torch.dtype
@@ -32,6 +35,8 @@ class AttentionRequest:
     window: bool = False
     block: bool = False
     history: bool = False
+    deterministic: bool = False
+    short_queries: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,8 @@ class AttentionArgs:
         window_left, window_right: how far from its own place a query sees; -1: without limit.
         block: the length of the blocks that a sequence is cut into; 0: not cut.
         num_targets, num_contextual: int32 or int64 [B]; both need ``causal``.
+        tiles: what ``gem::attention_tiles`` gives for these offsets and masks, where it is shared.
+        deterministic: results must repeat bit for bit.
 
     ``gemcompile.ops.attention_masks`` defines what these make visible.
     """
@@ -76,6 +83,8 @@ class AttentionArgs:
     block: int = 0
     num_targets: Tensor | None = None
     num_contextual: Tensor | None = None
+    tiles: Tensor | None = None
+    deterministic: bool = False
 
     @property
     def softmax(self) -> bool:
@@ -123,4 +132,6 @@ class AttentionArgs:
             window=self.window,
             block=self.block > 0,
             history=self.history,
+            deterministic=self.deterministic,
+            short_queries=self.max_q * (self.q.shape[1] // self.k.shape[1]) <= SHORT,
         )

@@ -3,7 +3,7 @@
     out, lse = gem::jagged_attention(q, k, v, q_offsets, k_offsets, key_mask, q_positions,
         k_positions, bias, out_scale, dropout_seed, activation, scale, causal, dropout_p,
         max_q, max_k, window_left=-1, window_right=-1, block=0, num_targets=None,
-        num_contextual=None)
+        num_contextual=None, tiles=None, deterministic=False)
 
 Shapes and types: ``AttentionArgs``. out [Tq, H, Dv] has q's type; lse [Tq, H] float32 is the
 natural log of the row's sum for softmax, +inf where a row sees no key (so that exp(score - lse) is
@@ -35,7 +35,7 @@ _INPUTS = (
 )
 _MASKS = (
     "int window_left=-1, int window_right=-1, int block=0, Tensor? num_targets=None, "
-    "Tensor? num_contextual=None"
+    "Tensor? num_contextual=None, Tensor? tiles=None, bool deterministic=False"
 )
 # Kernels take any strides, so Inductor may lay inputs out as it likes.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
@@ -81,18 +81,19 @@ def _fake_backward(dout: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.options, ctx.masks = inputs[11:17], inputs[17:20]
-    ctx.save_for_backward(*inputs[:11], *output, *inputs[20:])
+    ctx.options, ctx.masks, ctx.deterministic = inputs[11:17], inputs[17:20], inputs[23]
+    ctx.save_for_backward(*inputs[:11], *output, *inputs[20:23])
     ctx.mark_non_differentiable(output[1])
 
 
 def _autograd(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    tensors, (out, lse), counts = (ctx.saved_tensors[i:j] for i, j in ((0, 11), (11, 13), (13, 15)))
+    tensors, (out, lse), late = (ctx.saved_tensors[i:j] for i, j in ((0, 11), (11, 13), (13, 16)))
     wants_bias = ctx.needs_input_grad[8]
     dq, dk, dv, dbias = torch.ops.gem.jagged_attention_backward(
-        dout, *tensors, *ctx.options, out, lse, wants_bias, *ctx.masks, *counts
+        *(dout, *tensors, *ctx.options, out, lse, wants_bias, *ctx.masks, *late),
+        ctx.deterministic,
     )
-    gradients: list[Tensor | None] = [None] * 22
+    gradients: list[Tensor | None] = [None] * 24
     gradients[:3] = dq, dk, dv
     gradients[8] = dbias if wants_bias else None
     return tuple(gradients)
