@@ -5,7 +5,7 @@ Without it every kernel makes its own, forward and backward. CPU kernels take of
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule, Node
@@ -59,6 +59,6 @@ def _after(gm: GraphModule, *nodes: Node) -> Node:
     waiting = set(nodes)
     for n in gm.graph.nodes:
         if not waiting and n.op != "placeholder":
-            return n
+            return cast(Node, n)
         waiting.discard(n)
     raise AssertionError("the nodes are not in the graph")
