@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime
 import json
 import platform
+import shutil
 import statistics
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -60,6 +62,46 @@ def peak_gigabytes(step: Callable[[], object], device: str) -> float | None:
     step()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() / 1e9
+
+
+class Clock:
+    """The SM clock of a GPU, sampled beside the work: matrix kernels meet the card's power cap."""
+
+    def __init__(self, device: str) -> None:
+        self.samples: list[int] = []
+        self.process: subprocess.Popen[str] | None = None
+        self.watched = device == "cuda"
+
+    def __enter__(self) -> Clock:
+        command = [
+            "nvidia-smi",
+            "--query-gpu=clocks.sm",
+            "--format=csv,noheader,nounits",
+            "-lms",
+            "50",
+        ]
+        if self.watched and shutil.which("nvidia-smi"):
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            threading.Thread(target=self._read, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process is not None:
+            self.process.terminate()
+
+    def _read(self) -> None:
+        assert self.process is not None and self.process.stdout is not None
+        for text in self.process.stdout:
+            if text.strip().isdigit():
+                self.samples.append(int(text))
+
+    def reset(self) -> None:
+        self.samples.clear()
+
+    def median(self) -> int | None:
+        """Over the last half second, so that compilation does not count."""
+        last = self.samples[-10:]
+        return round(statistics.median(last)) if last else None
 
 
 def environment(device: str) -> dict[str, Any]:
