@@ -19,6 +19,7 @@ from .attention_arrange import Sizes
 from .attention_encoder import write_out_encoder_layers
 from .attention_match import Declined, Match, NotAttention
 from .attention_mutation import Changes, erase_unread_mutations
+from .attention_places import Placed, Placer
 from .attention_plan import Plan, plan
 from .attention_rewrite import MaskCache, rewrite
 from .attention_scores import Scores
@@ -41,14 +42,14 @@ class FuseAttention(Pass):
         changes = write_out_encoder_layers(gm)
         graph = _Surroundings(gm.graph)
         scores = Scores(_parameters(gm.graph, context))
-        sizes, cache = Sizes(gm.graph), MaskCache(gm)
+        sizes, cache, placer = Sizes(gm.graph), MaskCache(gm), Placer()
         for node in list(gm.graph.nodes):
             try:
                 match = _match(node, scores)
                 if match is None:
                     continue
                 graph.check(match)
-                site = plan(match, context.options.strict)
+                site = plan(match, context.options.strict, placer)
                 rewrite(gm, site, sizes, cache)
             except NotAttention:
                 continue
@@ -159,11 +160,30 @@ def _changes_mode(node: Node) -> bool:
 def _report(context: Context, site: Plan) -> None:
     masks, match = site.before, site.match
     reason = f"assuming that {site.assumed}" if site.assumed else ""
-    mask = {"keys": masks.keys, "causal": masks.causal, "queries": masks.rows or site.after.rows}
-    details: dict[str, object] = {"mask": ", ".join(k for k, v in mask.items() if v) or "none"}
+    kinds = ["keys"] if masks.keys else []
+    kinds += _kinds(masks.placed)
+    kinds += ["queries"] if masks.rows or site.after.rows else []
+    details: dict[str, object] = {"mask": ", ".join(kinds) or "none"}
     if match.biases or masks.dense:
-        details["bias"] = True
+        details["bias"] = "relative" if site.table else True
     if match.dropout is not None:
         details["dropout"] = match.dropout_p
     op = f"gem.padded_attention({match.activation})"
     context.report.add("attention", "rewritten", op, reason, match.node, **details)
+
+
+def _kinds(placed: Placed) -> list[str]:
+    """What is hidden by place, in words."""
+    rule, kinds = placed.rule, []
+    if rule.causal:
+        kinds.append("causal")
+    if rule.left >= 0 or rule.right >= 0:
+        sides = ("any" if side < 0 else str(side) for side in (rule.left, rule.right))
+        kinds.append("window ({}, {})".format(*sides))
+    if placed.block:
+        kinds.append(f"blocks of {placed.block}")
+    if rule.history is not None:
+        kinds.append("targets")
+    if rule.contextual:
+        kinds.append(f"{rule.contextual} contextual")
+    return kinds

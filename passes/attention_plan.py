@@ -11,7 +11,9 @@ import torch
 from gemcompile.graph import value
 
 from .attention_match import NO_PADDING, Declined, Groups, Match, groups
-from .axes import Axis, Label, axes_of, same, settle
+from .attention_places import Placed, Placer
+from .attention_relative import RelativeTable, relative_table
+from .axes import Axis, axes_of, settle
 from .masks import Band, Leaf, Literal
 
 LARGEST_HEAD = 256
@@ -23,8 +25,17 @@ class Masks:
 
     keys: list[Leaf] = field(default_factory=list)
     rows: list[Leaf] = field(default_factory=list)
-    dense: list[Literal] = field(default_factory=list)
-    causal: bool = False
+    placed: Placed = field(default_factory=Placed)
+
+    @property
+    def dense(self) -> list[Literal]:
+        """What runs along queries and keys, and the op has no argument for."""
+        return self.placed.rest
+
+    @property
+    def wide(self) -> list[Literal]:
+        """All that runs along queries and keys."""
+        return self.placed.literals + self.placed.rest
 
     @property
     def some(self) -> bool:
@@ -41,11 +52,12 @@ class Plan:
     dtype: torch.dtype
     before: Masks
     after: Masks
+    table: RelativeTable | None  # the biases, where they depend on j - i alone
     empty: str  # what a row without a visible key gives: "zero", "mean", "assume"
     assumed: str  # what has to hold beyond what is proven, or ""
 
 
-def plan(match: Match, strict: bool) -> Plan:
+def plan(match: Match, strict: bool, placer: Placer) -> Plan:
     """Check that the op can say what the match says.
 
     Raises:
@@ -59,36 +71,40 @@ def plan(match: Match, strict: bool) -> Plan:
     pre = {x.key(): x for m in match.hidden for x in m.literals}
     post = {x.key(): x for x in match.kept}
     if match.softmax:
-        before, after = _sorted(pre, g), _sorted(post, g)
-        unseen = [x for x in (*after.keys, *after.dense) if x.key() not in pre]
-        if unseen or after.causal and not before.causal:
+        before, after = _sorted(pre, g, placer), _sorted(post, g, placer)
+        if any(x.key() not in pre for x in (*after.keys, *after.wide)):
             raise Declined("keys are masked after the softmax but not before it")
         # A row that is zeroed in the end needs no other value.
         before.rows = [x for x in before.rows if x.key() not in post]
     else:
-        before, after = _sorted(pre | post, g), Masks()
-    if match.fused and not before.keys and not before.causal:
+        before, after = _sorted(pre | post, g, placer), Masks()
+    table = None if before.dense else relative_table(match.biases, g)
+    if match.fused and not before.keys and not before.placed.some and table is None:
         raise Declined(NO_PADDING)
     empty, sure = _empty(match, before, set(post) >= set(pre))
-    _check_biases(match, g, before)
+    if table is None:
+        _check_biases(match, g, before)
     assumed = "" if sure else _assumption(before)
     if assumed and before.rows:
         raise Declined("the additive mask hides whole queries, where softmax then ignores it")
     if assumed and strict:
         raise Declined(f"it is not proven that {assumed}, and strict=True")
-    return Plan(match, g, _dtype(match), before, after, empty, assumed)
+    return Plan(match, g, _dtype(match), before, after, table, empty, assumed)
 
 
 def _assumption(masks: Masks) -> str:
-    narrow = masks.causal or masks.dense
+    narrow = masks.wide
     return "every query sees a valid key" if narrow else "every sequence has a valid key"
 
 
-def _sorted(literals: dict[Any, Literal], g: Groups) -> Masks:
+def _sorted(literals: dict[Any, Literal], g: Groups, placer: Placer) -> Masks:
     masks = Masks()
+    wide: list[Literal] = []
     for x in literals.values():
         if isinstance(x, Band):
-            _sort_band(x, g, masks)
+            if (settle(x.row), settle(x.column)) not in ((g.q, g.k), (g.k, g.q)):
+                raise Declined("positions are compared along axes that are not queries and keys")
+            wide.append(x)
             continue
         axes = axes_of(x.labels)
         if not axes <= {*g.b, *g.h, *g.q, *g.k}:
@@ -96,26 +112,13 @@ def _sorted(literals: dict[Any, Literal], g: Groups) -> Masks:
         if not axes & set(g.k):
             masks.rows.append(x)
         elif axes & {*g.h, *g.q}:
-            masks.dense.append(x)
+            wide.append(x)
         else:
             masks.keys.append(x)
+    masks.placed = placer(wide, g.b, g.q, g.k)
     if masks.dense and _is_full([axes_of(x.labels) for x in masks.dense if isinstance(x, Leaf)], g):
         raise Declined("the mask is as large as the scores")
     return masks
-
-
-def _sort_band(band: Band, g: Groups, masks: Masks) -> None:
-    ends = settle(band.row), settle(band.column)
-    if ends == (g.q, g.k) and band.offset == 0 and same(_size(g.q), _size(g.k)):
-        masks.causal = True
-    elif ends in ((g.q, g.k), (g.k, g.q)):
-        masks.dense.append(band)
-    else:
-        raise Declined("positions are compared along axes that are not queries and keys")
-
-
-def _size(label: Label) -> Any:
-    return math.prod(a.size for a in label)
 
 
 def _is_full(varying: list[set[Axis]], g: Groups) -> bool:

@@ -17,7 +17,7 @@ from .attention_arrange import Arranger, Sizes, destination, plain
 from .attention_match import Factor
 from .attention_plan import Plan
 from .axes import settle
-from .masks import Band, Leaf, Literal
+from .masks import Leaf, Literal
 
 aten = torch.ops.aten
 
@@ -87,21 +87,12 @@ class _Writer:
         v = self._cast(self.arrange.pick(match.v.places, (g.b, g.k, g.kv_h, g.dv)))
         key_mask = self._key_mask()
         by_hand = bool(site.before.dense) and match.softmax and site.empty != "assume"
-        op = self.edit(
-            torch.ops.gem.padded_attention.default,
-            q,
-            k,
-            v,
-            key_mask,
-            self._bias(),
-            self._out_scale(q),
-            self._seed(),
-            match.activation,
-            float(match.scale),
-            site.before.causal,
-            "assume" if by_hand else site.empty,
-            match.dropout_p,
-        )
+        empty = "assume" if by_hand else site.empty
+        arguments = (
+            q, k, v, key_mask, self._bias(), self._out_scale(q), self._seed(), match.activation,
+            float(match.scale), site.before.placed.rule.causal, empty, match.dropout_p,
+        )  # fmt: skip
+        op = self.edit(torch.ops.gem.padded_attention.default, *arguments, *self._placed())
         out = op
         if by_hand:
             out = self._where(self._row_sees_something(key_mask), out, v)
@@ -163,6 +154,20 @@ class _Writer:
         mask = self.cache.visible(leaf, self.match.node)
         return self.arrange(mask, leaf.labels, (g.b, g.q, g.h, ()), expand=False)
 
+    def _placed(self) -> list[Argument]:
+        """Window, block, history and contextual rows, as far as there is something to say."""
+        placed = self.site.before.placed
+        rule = placed.rule
+        given: list[Argument] = [rule.left, rule.right, placed.block, None, rule.contextual]
+        if rule.history is not None:
+            assert placed.data is not None
+            rows = self.arrange(placed.data, placed.data_labels, (self.g.b,))
+            given[3] = self.edit(aten.add.Tensor, rows, rule.history) if rule.history else rows
+        nothing = [-1, -1, 0, None, 0]
+        while given and given[-1] == nothing[len(given) - 1]:
+            given.pop()
+        return given
+
     def _dense(self, x: Literal) -> Node:
         """bool, broadcastable to [b, h, q, k]; made once."""
         if x not in self._dense_masks:
@@ -188,12 +193,10 @@ class _Writer:
 
     def _row_sees_something(self, key_mask: Node | None) -> Node:
         """bool [b, q, h, 1], or with dimensions of size 1."""
-        masks = [self._dense(x) for x in self.site.before.dense]
+        masks = [self._dense(x) for x in self.site.before.wide]
         if key_mask is not None:
             wide = self.edit(aten.unsqueeze.default, key_mask, 1)
             masks.append(self.edit(aten.unsqueeze.default, wide, 1))
-        if self.site.before.causal:
-            masks.append(self._dense(Band(self.g.q, self.g.k, 0)))
         seen = self.edit(aten.any.dim, self._all_of(masks), -1, True)
         while len(shape(seen)) < 4:
             seen = self.edit(aten.unsqueeze.default, seen, 0)
@@ -212,6 +215,8 @@ class _Writer:
     # --- Bias, dropout, scale. ---
 
     def _bias(self) -> Node | None:
+        if self.site.table is not None:
+            return self.site.table.write(self.edit, self.arrange)
         terms = [self._bias_term(b) for b in self.match.biases]
         if self.site.before.dense:
             terms.append(

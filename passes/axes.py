@@ -8,6 +8,7 @@ size 1 along which the tensor is broadcast.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Node
+from torch.utils._sympy.functions import FloorDiv
 
-from gemcompile.graph import arguments, is_call, same_size, shape
+from gemcompile.graph import arguments, is_call, same_size, shape, value
 
 aten = torch.ops.aten
 
@@ -52,8 +54,18 @@ Labels = tuple[Label, ...]
 def expression(size: Any) -> Any:
     """A size as a sympy expression; reading it adds no guard."""
     if isinstance(size, torch.SymInt):
-        return size.node.expr
+        return _undivided(size.node.expr)
     return sympy.sympify(size)
+
+
+def _undivided(size: Any) -> Any:
+    """L**2 // L as L: what ``view`` leaves behind where it works out a size."""
+
+    def whole(a: Any, b: Any) -> Any:
+        exact = quotient(a, b)
+        return FloorDiv(a, b) if exact is None else exact
+
+    return size.replace(FloorDiv, whole) if size.has(FloorDiv) else size
 
 
 def same(a: Any, b: Any) -> bool:
@@ -131,7 +143,12 @@ def _take(queue: deque[Axis], size: Any) -> Label | None:
 
 
 def aligned(node: Node, out_shape: Sequence[Any], labels: Labels) -> Labels | None:
-    """Labels of an operand that broadcasts to a result of this shape with these labels."""
+    """Labels of an operand that broadcasts to a result of this shape with these labels.
+
+    None where it does not, and for numbers.
+    """
+    if not isinstance(value(node), torch.Tensor):
+        return None
     sizes = shape(node)
     skip = len(labels) - len(sizes)
     if skip < 0:
@@ -157,12 +174,27 @@ def through(node: Node, labels: Labels) -> tuple[Node, Labels] | None:
     """
     if not isinstance(node, Node) or node.op != "call_function":
         return None
+    if node.target is operator.getitem:
+        return _through_meshgrid(node, labels)
     rule = _VIEWS.get(node.target)
     source = node.args[0] if node.args else None
     if rule is None or not isinstance(source, Node):
         return None
     pulled = rule(node, source, labels)
     return None if pulled is None else (source, pulled)
+
+
+def _through_meshgrid(node: Node, labels: Labels) -> tuple[Node, Labels] | None:
+    """One of the tensors of a meshgrid is one of its vectors, repeated along the others."""
+    whole, i = node.args
+    if not is_call(whole, aten.meshgrid.indexing, aten.meshgrid.default):
+        return None
+    vectors, indexing = whole.args[0], arguments(whole).get("indexing", "ij")  # type: ignore
+    order = list(range(len(vectors)))  # type: ignore[arg-type]
+    if indexing == "xy":
+        order[:2] = order[1::-1]
+    source = vectors[i]  # type: ignore[index]
+    return (source, (labels[order[i]],)) if len(shape(source)) == 1 else None  # type: ignore
 
 
 _Rule = Callable[[Node, Node, Labels], "Labels | None"]

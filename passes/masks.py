@@ -56,18 +56,18 @@ Literal = Leaf | Band
 Literals = tuple[Literal, ...]
 
 _NOT = (aten.bitwise_not.default, aten.logical_not.default)
-_AND = (
+AND = (
     aten.__and__.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default, aten.mul.Tensor,
     aten.minimum.default,
 )  # fmt: skip
-_OR = (
+OR = (
     aten.__or__.Tensor, aten.bitwise_or.Tensor, aten.logical_or.default, aten.maximum.default,
 )  # fmt: skip
 CASTS = (
     aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten._to_copy.default,
     aten.type_as.default,
 )  # fmt: skip
-_COMPARE = {
+COMPARE = {
     aten.eq: lambda x, y: x == y,
     aten.ne: lambda x, y: x != y,
     aten.lt: lambda x, y: x < y,
@@ -95,9 +95,9 @@ def _conjuncts(node: Node, labels: Labels, want: bool) -> Literals | None:
         return conjuncts(*view, want)
     if is_call(node, *CASTS):
         return _operand(node, 0, labels, want)
-    if _is_negation(node):
+    if is_negation(node):
         return _operand(node, 0, labels, not want)
-    if want and is_call(node, *_AND) or not want and is_call(node, *_OR):
+    if want and is_call(node, *AND) or not want and is_call(node, *OR):
         both = [_operand(node, i, labels, want) for i in (0, 1)]
         return None if both[0] is None or both[1] is None else both[0] + both[1]
     if is_call(node, aten.masked_fill.Scalar):
@@ -152,7 +152,7 @@ def triangle_band(node: Node, labels: Labels) -> Band | None:
 def _comparison(node: Node, labels: Labels, want: bool) -> Literals | None:
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
-    compare = _COMPARE.get(node.target.overloadpacket)
+    compare = COMPARE.get(node.target.overloadpacket)
     if compare is None:
         return None
     left, right = node.args[:2]
@@ -230,14 +230,15 @@ def is_binary(node: Node) -> bool:
     kept = is_view(node) or is_call(node, *CASTS, aten.tril.default, aten.triu.default)
     if kept or _is_one_minus(node):
         return is_binary(node.args[0])
-    if is_call(node, *_AND, *_OR):
+    if is_call(node, *AND, *OR):
         return all(isinstance(x, Node) and is_binary(x) for x in node.args[:2])
     if is_call(node, aten.masked_fill.Scalar):
         return node.args[2] in (0, 1) and is_binary(node.args[0])
     return False
 
 
-def _is_negation(node: Node) -> bool:
+def is_negation(node: Node) -> bool:
+    """The node is 1 where its first argument is 0, and the other way round."""
     # On integers bitwise_not is another function.
     if is_call(node, *_NOT):
         return bool(value(node).dtype is torch.bool)

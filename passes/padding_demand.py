@@ -189,12 +189,28 @@ def _seen_keys(a: Analysis, n: Node, d: Demand | None, given: dict[str, Any]) ->
         return None if averages and d is None else frozenset({mask})
     if not given["causal"] or not isinstance(d, Rows):
         return None
+    if given["contextual"] and given["history"] is None:
+        return None
+    history = _history_rows(a, n, given)
     if all(map(is_prefix, d.atoms)):
-        return d.atoms  # what precedes a row of a prefix lies in the prefix
+        return d.atoms | history  # what precedes a row of a prefix lies in the prefix
     if "gem_earlier" not in n.meta:
         edit = right_after(a.gm, d.atoms)
         n.meta["gem_earlier"] = earlier_rows(edit, materialize(edit, d.atoms))
-    return frozenset({Atom(n.meta["gem_earlier"])})
+    return frozenset({Atom(n.meta["gem_earlier"])}) | history
+
+
+def _history_rows(a: Analysis, n: Node, given: dict[str, Any]) -> Atoms:
+    """The rows of the history, all of which contextual rows read."""
+    if not given["contextual"]:
+        return frozenset()
+    if "gem_history" not in n.meta:
+        edit = Editor(a.gm, like=n)
+        length = edit.symbol(given["k"].meta["val"].shape[1])
+        places = edit(aten.arange.default, length, device=given["k"].meta["val"].device)
+        ends = edit(aten.unsqueeze.default, given["history"], 1)
+        n.meta["gem_history"] = edit(aten.lt.Tensor, places, ends)
+    return frozenset({Atom(n.meta["gem_history"])})
 
 
 def _outputs(a: Analysis, n: Node, zero_outputs: bool) -> None:

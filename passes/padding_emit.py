@@ -15,7 +15,7 @@ from gemcompile.prologue import Prologue, RowSet
 
 from .layout import Layout, from_rows, plain, to_rows
 from .padding_demand import Analysis
-from .padding_masks import materialize
+from .padding_masks import is_prefix, materialize
 from .padding_regions import Key, Region, needs_key_mask, region_of
 
 aten = torch.ops.aten
@@ -163,14 +163,14 @@ class _Emitter:
         if needs_key_mask(self.analysis, n, region):
             mask = keys.gather(edit, given["key_mask"], plain(given["key_mask"].meta["val"].shape))
         same = queries is not None and queries.rowset is keys.rowset
-        positional = given["bias"] is not None or (given["causal"] and not same)
+        positional = self._positional(given, same, region)
         sizes = [edit.symbol(given[x].meta["val"].shape[1]) for x in "qk"]
         scale = self._row_scale(edit, given["out_scale"], queries)
         both = edit(
             JAGGED, q, k, v, q_offsets, keys.rowset.offsets, mask,
             q_positions if positional else None, keys.rowset.positions if positional else None,
             given["bias"], scale, given["dropout_seed"], given["activation"], given["scale"],
-            given["causal"], given["dropout_p"], *sizes,
+            given["causal"], given["dropout_p"], *sizes, *self._placed(edit, given, keys),
         )  # fmt: skip
         out = edit.item(both, 0)
         if queries is not None:
@@ -180,6 +180,37 @@ class _Emitter:
         sizes = [edit.symbol(s) for s in n.meta["val"].shape]
         n.replace_all_uses_with(edit(aten.reshape.default, out, sizes))
         self.gm.graph.erase_node(n)
+
+    def _positional(self, given: dict[str, Any], same: bool, region: Region) -> bool:
+        """Whether rows must carry their places, as their ranks do not tell enough.
+
+        Packed rows keep their order, which is all that causality asks for; where the rows of every
+        sequence are its first ones, ranks are places.
+        """
+        bias = given["bias"]
+        if bias is not None and bias.meta["val"].dim() == 4:
+            return True
+        if bias is not None or asks_for_places(given):
+            return not (same and all(map(is_prefix, region.atoms)))
+        return given["causal"] and not same
+
+    def _placed(self, edit: Editor, given: dict[str, Any], keys: _Rows) -> list[Any]:
+        """Window, block, number of targets and of contextual rows, as far as they are given."""
+        out = [given["window_left"], given["window_right"], given["block"], None, None]
+        batch, offsets = given["q"].meta["val"].shape[0], keys.rowset.offsets
+        if given["history"] is not None:
+            starts = edit(aten.slice.Tensor, offsets, 0, 0, -1)
+            lengths = edit(aten.sub.Tensor, edit(aten.slice.Tensor, offsets, 0, 1), starts)
+            out[3] = edit(aten.sub.Tensor, lengths, given["history"])
+        if given["contextual"]:
+            device = given["q"].meta["val"].device
+            size = [edit.symbol(batch)]
+            out[4] = edit(
+                aten.full.default, size, given["contextual"], dtype=torch.int64, device=device
+            )
+        while out and out[-1] == (-1, -1, 0, None, None)[len(out) - 1]:
+            out.pop()
+        return out
 
     def _queries(
         self, edit: Editor, given: dict[str, Any], queries: _Rows | None
@@ -194,7 +225,7 @@ class _Emitter:
         flat = edit(aten.reshape.default, q, [-1, heads, features])
         ends = edit(aten.arange.default, _plus_one(edit, batch), device=device, dtype=torch.int32)
         positions = None
-        if given["bias"] is not None or given["causal"]:
+        if given["bias"] is not None or given["causal"] or asks_for_places(given):
             steps = edit(aten.arange.default, length, device=device, dtype=torch.int32)
             positions = edit(aten.repeat.default, steps, [batch])
         return flat, edit(aten.mul.Tensor, ends, length), positions
@@ -255,6 +286,16 @@ class _Emitter:
                 and not _writes(n)
             ):
                 self.gm.graph.erase_node(n)
+
+
+def asks_for_places(given: dict[str, Any]) -> bool:
+    """Which keys a query sees depends on how far apart they are, or from the start."""
+    return (
+        max(given["window_left"], given["window_right"]) >= 0
+        or given["block"] > 0
+        or given["history"] is not None
+        or given["contextual"] > 0
+    )
 
 
 def _writes(n: Node) -> bool:

@@ -7,9 +7,14 @@ EliminatePadding may replace it by a truly jagged call before that.
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from gemcompile.ops.attention_args import AttentionArgs
+from gemcompile.ops.attention_masks import visible
 
 EMPTY_ROWS = ("zero", "mean", "assume")
 
@@ -17,7 +22,8 @@ _library = torch.library.Library("gem", "FRAGMENT")
 _library.define(
     "padded_attention(Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? bias, "
     "Tensor? out_scale, Tensor? dropout_seed, str activation, float scale, bool causal, "
-    "str empty, float dropout_p) -> Tensor",
+    "str empty, float dropout_p, int window_left=-1, int window_right=-1, int block=0, "
+    "Tensor? history=None, int contextual=0) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -35,41 +41,53 @@ def padded_attention(
     causal: bool,
     empty: str,
     dropout_p: float,
+    window_left: int = -1,
+    window_right: int = -1,
+    block: int = 0,
+    history: Tensor | None = None,
+    contextual: int = 0,
 ) -> Tensor:
     """Attention over padded batches.
 
     Args:
         q: [B, Lq, H, D]; k: [B, Lk, Hk, D]; v: [B, Lk, Hk, Dv]; Hk divides H.
         key_mask: bool [B, Lk]; a False key is seen by nobody.
-        bias: four dimensions, broadcastable to [B, H, Lq, Lk]; added before the activation.
+        bias: four dimensions, broadcastable to [B, H, Lq, Lk]; added before the activation. Or a
+            table [H or 1, 2 * m - 1], read at column m - 1 + j - i, with m at least Lq and Lk.
         out_scale: float32 [1] or [B, Lq], multiplied after the activation.
-        causal: query i sees the keys j <= i; needs Lq == Lk.
+        causal: query i sees the keys j <= i; needs Lq == Lk, as do the masks that follow.
         empty: what a softmax row without a visible key gives. "zero"; "mean": the mean of v over
             all Lk keys, as softmax over equal finite fills gives; "assume": no such row exists.
+        window_left, window_right: query i sees the keys i - left <= j <= i + right; -1: no limit.
+        block: query i sees the keys j with i // block == j // block; 0: all.
+        history: int32 or int64 [B], how many rows come before the targets, the contextual ones
+            included; ``num_targets`` of ``jagged_attention``, counted from the other end.
+        contextual: how many rows see the whole history. Both need causal.
+
+    All places are counted from the start of the padded sequence.
 
     Returns:
         [B, Lq, H, Dv].
     """
     if empty not in EMPTY_ROWS:
         raise ValueError(f"empty must be one of {EMPTY_ROWS}, not {empty!r}")
-    if (
-        q.is_cuda
-        and activation == "softmax"
-        and bias is None
-        and out_scale is None
-        and not dropout_p
-    ):
+    a = _regular(
+        q, k, v, key_mask, bias, out_scale, dropout_seed, activation, scale, causal, dropout_p,
+        window_left, window_right, block, history, contextual,
+    )  # fmt: skip
+    plain = bias is None and out_scale is None and not dropout_p
+    if q.is_cuda and a.softmax and plain and not (a.window or a.block or a.history):
         out = _torch_attention(q, k, v, key_mask, scale, causal)
     else:
-        out = _regular_jagged(
-            q, k, v, key_mask, bias, out_scale, dropout_seed, activation, scale, causal, dropout_p
-        )
+        values = [getattr(a, f.name) for f in fields(a)]
+        packed, _ = torch.ops.gem.jagged_attention(*values)
+        out = packed.unflatten(0, q.shape[:2])
     if empty != "mean" or activation != "softmax" or key_mask is None:
         return out
     mean = v.mean(1, keepdim=True).repeat_interleave(q.shape[2] // k.shape[2], 2)
     if out_scale is not None:
         mean = (mean * out_scale[..., None, None]).to(out.dtype)
-    return out.where(~_sees_nothing(key_mask, causal)[..., None, None], mean)
+    return out.where(~_sees_nothing(key_mask, a)[..., None, None], mean)
 
 
 def padded_attention_result(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
@@ -93,7 +111,7 @@ def _torch_attention(
     return out.transpose(1, 2)
 
 
-def _regular_jagged(
+def _regular(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -105,10 +123,17 @@ def _regular_jagged(
     scale: float,
     causal: bool,
     dropout_p: float,
-) -> Tensor:
-    """The jagged kernels on sequences that all have the full length."""
+    left: int,
+    right: int,
+    block: int,
+    history: Tensor | None,
+    contextual: int,
+) -> AttentionArgs:
+    """The jagged op's arguments for sequences that all have the full length."""
     (batch, lq), lk = q.shape[:2], k.shape[1]
-    packed, _ = torch.ops.gem.jagged_attention(
+    if bias is not None and bias.dim() == 4:
+        bias = bias.expand(-1, -1, lq, lk)
+    return AttentionArgs(
         q.flatten(0, 1),
         k.flatten(0, 1),
         v.flatten(0, 1),
@@ -117,7 +142,7 @@ def _regular_jagged(
         None if key_mask is None else key_mask.flatten(),
         None,
         None,
-        None if bias is None else bias.expand(-1, -1, lq, lk),
+        bias,
         None if out_scale is None else out_scale.flatten(),
         dropout_seed,
         activation,
@@ -126,18 +151,35 @@ def _regular_jagged(
         dropout_p,
         lq,
         lk,
+        left,
+        right,
+        block,
+        None if history is None else lk - history,
+        _everywhere(contextual, batch, q.device) if contextual else None,
     )
-    out: Tensor = packed.unflatten(0, (batch, lq))
-    return out
 
 
 def _regular_offsets(batch: int, length: int, device: torch.device) -> Tensor:
     return torch.arange(batch + 1, device=device) * length
 
 
-def _sees_nothing(key_mask: Tensor, causal: bool) -> Tensor:
+def _everywhere(count: int, batch: int, device: torch.device) -> Tensor:
+    return torch.full((batch,), count, dtype=torch.int64, device=device)
+
+
+def _sees_nothing(key_mask: Tensor, a: AttentionArgs) -> Tensor:
     """bool [B, Lq] or [B, 1]: the rows without a visible key."""
-    return key_mask.cumsum(1) == 0 if causal else ~key_mask.any(1, keepdim=True)
+    if not a.masked:
+        return ~key_mask.any(1, keepdim=True)
+    if not (a.window or a.block or a.history):
+        return key_mask.cumsum(1) == 0
+    batch, length = key_mask.shape
+    place = torch.arange(length, device=key_mask.device)
+    sequence = torch.arange(batch, device=key_mask.device)[:, None, None]
+    ends = torch.full_like(sequence, length)
+    seen = visible(a, place[:, None], place, sequence, torch.zeros_like(sequence), ends)
+    assert seen is not None
+    return ~(seen & key_mask[:, None, :]).any(-1)
 
 
 _library.impl("padded_attention", padded_attention, "CompositeImplicitAutograd")
