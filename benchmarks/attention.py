@@ -5,9 +5,9 @@ padded cuDNN and flash, and FlexAttention is installed.
     python benchmarks/attention.py --device cuda --out attention.json
 
 On CUDA each time is the median over 200 ms of repeats after 50 ms of warm-up (sustained, as the
-card is power-capped); the SM clock while a line was measured stands beside it. "x" is against the first
-peer, "x best" against the fastest of them in the same run. ``attention_shapes.py`` says what FLOPs
-and floors count.
+card is power-capped); the SM clock while a line was measured stands beside it. "x" is against the
+first peer, "x best" against the fastest of them in the same run. ``attention_shapes.py`` says what
+FLOPs and floors count.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from gemcompile.ops.activations import BUILT_IN, ELEMENTWISE
 from gemcompile.ops.attention_args import AttentionArgs, AttentionRequest
 from gemcompile.ops.dropout import drop_threshold, keep_scale
 from gemcompile.ops.kernels import Kernel, register
@@ -41,6 +42,8 @@ def supports(target: Target, request: AttentionRequest) -> str | None:
         return "Triton runs on a CPU only under TRITON_INTERPRET=1"
     if request.dtype not in _DTYPES:
         return f"it computes in float16, bfloat16 and float32, not {request.dtype}"
+    if request.activation not in BUILT_IN and ELEMENTWISE[request.activation].kernel is None:
+        return f"activation {request.activation!r} was registered without a Triton function"
     if max(request.head_dim, request.value_dim) > 256:
         return f"head dimension {max(request.head_dim, request.value_dim)} is above 256"
     return None
@@ -220,6 +223,11 @@ def _numbers(a: AttentionArgs) -> tuple[float, int, float]:
     return a.scale, drop_threshold(a.dropout_p), keep_scale(a.dropout_p)
 
 
+def activation_constant(name: str) -> Any:
+    """What a kernel is told: a name that it knows, or a user's Triton function."""
+    return name if name in BUILT_IN else ELEMENTWISE[name].kernel
+
+
 def _constants(a: AttentionArgs, tiles: Tiling) -> dict[str, Any]:
     """The compile-time arguments and launch options."""
     heads, dim, value_dim = a.q.shape[1], a.q.shape[2], a.v.shape[2]
@@ -232,7 +240,7 @@ def _constants(a: AttentionArgs, tiles: Tiling) -> dict[str, Any]:
         BLOCK_DV=padded_dim(value_dim),
         BM=tiles.BM,
         BN=tiles.BN,
-        ACT=a.activation,
+        ACT=activation_constant(a.activation),
         CAUSAL=a.causal,
         WINDOW=a.window,
         BLOCK=a.block,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from unittest import mock
 
 import numpy
+import own_activation
 import pytest
 import torch
 from torch import Tensor
@@ -159,6 +160,7 @@ CASES: tuple[Case, ...] = (
     ),
     Case(LONG, targets=9, contextual=9, causal=True, block=48, key_mask=True),
     *EVERY_ACTIVATION,
+    Case(LONG, dtype=torch.bfloat16, activation=own_activation.NAME, dim=64, causal=True),
     Case(LONG, activation="sigmoid", causal=True, key_mask=True),
     Case(LONG, dtype=torch.bfloat16),
     Case(LONG, dtype=torch.bfloat16, dim=96, strided=True),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import gemcompile.ops.attention_op  # noqa: F401  (registers the ops)
 import gemcompile.ops.flops  # noqa: F401
-from gemcompile.ops.activations import ACTIVATIONS
+from gemcompile.ops import activations
 
 MAX_HEAD_DIM = 256
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -50,7 +50,7 @@ def jagged_attention(
         q_offsets, k_offsets: int32 or int64 [B + 1], where each sequence starts; from 0, not
             decreasing, ending within the rows. ``k_offsets=None``: the same as ``q_offsets``.
         activation: "softmax", "gelu" (erf), "gelu_tanh", "silu", "relu", "relu2", "sigmoid",
-            "leaky_relu", "hardswish" or "identity".
+            "leaky_relu", "hardswish", "identity" or one of ``register_activation``.
         scale: multiplies q k^T before the activation. None: 1 / sqrt(D) for softmax, else 1.
         out_scale: multiplies after the activation: a number or a tensor [B] or [Tq]; no gradient.
         causal: query i of lq sees the keys j <= i + (lk - lq) of its sequence.
@@ -82,8 +82,12 @@ def jagged_attention(
     if rotary is not None:
         raise NotImplementedError("jagged_attention: rotary is not implemented yet")
     _check_inputs(q, k, v)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
+    if activation not in activations.names():
+        known = ", ".join(activations.names())
+        raise ValueError(
+            f"activation must be one of {known}, or registered by register_activation; "
+            f"got {activation!r}"
+        )
     shared = q.shape[0] if q_offsets is None else None
     if q_offsets is None:
         if k_offsets is None:
