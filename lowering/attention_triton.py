@@ -6,7 +6,8 @@ nothing recompiles between batches. Under TRITON_INTERPRET=1 the same kernels ru
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,18 +24,9 @@ from gemcompile.target import Target
 from .attention_triton_backward import key_kernel, query_kernel
 from .attention_triton_forward import forward_kernel
 from .tile_lists import tiles_for
+from .tuning import Tiling, padded_dim, tiling
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """Tile sizes and launch options of one kernel."""
-
-    BM: int
-    BN: int
-    num_warps: int
-    num_stages: int
 
 
 def supports(target: Target, request: AttentionRequest) -> str | None:
@@ -49,43 +41,14 @@ def supports(target: Target, request: AttentionRequest) -> str | None:
     return None
 
 
-def padded_dim(dim: int) -> int:
-    """The tile's width: a power of two that matrix instructions take."""
-    return max(16, int(triton.next_power_of_2(dim)))
-
-
-def tiling(kind: str, dtype: torch.dtype, dim: int, value_dim: int, target: Target) -> Tiling:
-    """Tiles for the "forward", "query" or "key" kernel, chosen by measurement on an H200."""
-    if dtype is torch.float32:
-        return Tiling(32, 32, 4, 1)
-    width = max(padded_dim(dim), padded_dim(value_dim))
-    if width <= 128:
-        stages = 1 if target.device == "hip" else 3 if kind == "forward" else 2
-        return Tiling(32 if kind == "key" and width <= 64 else 64, 64, 4, stages)
-    if target.device == "hip":
-        return Tiling(64, 32, 4, 1)
-    stages = 2 if int(target.arch) >= 90 else 1  # shared memory of sm_80 holds one
-    return Tiling(128 if kind == "forward" else 64, 64, 8, stages)
-
-
 def forward(a: AttentionArgs) -> tuple[Tensor, Tensor]:
     a = _unit_strides(a)
     total, heads = a.q.shape[:2]
     out = a.q.new_empty(total, heads, a.v.shape[2])
     lse = a.q.new_empty((total, heads) if a.softmax else (0,), dtype=torch.float32)
-    tiles = tiling("forward", a.q.dtype, a.q.shape[2], a.v.shape[2], Target.of(a.q.device))
-    work, grid = _work(a, QUERIES, tiles.BM)
     with torch.cuda.device_of(a.q):
-        forward_kernel[grid](
-            *(a.q, a.k, a.v, out, lse),
-            *_inputs(a),
-            *_strides(a.q, a.k, a.v),
-            *_bias_strides(a.bias),
-            *(_row_stride(a.out_scale), *_window(a)),
-            *_numbers(a),
-            *(work, total),
-            **_constants(a, tiles),
-        )
+        launch = partial(_launch_forward, a, out, lse)
+        launch(tiling("forward", a, launch))
     return out, lse
 
 
@@ -98,10 +61,29 @@ def backward(
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (a.q, a.k, a.v)
     )
     delta = torch.empty_like(lse)
+    wants = bias_grad and a.bias is not None
+    like = a.q if a.bias is None else a.bias
+    dbias = torch.zeros(like.shape if wants else (0,), dtype=torch.float32, device=a.q.device)
     with torch.cuda.device_of(a.q):
-        dbias = _launch_query(dout, a, out, lse, delta, dq, bias_grad)
-        _launch_key(dout, a, lse, delta, dk, dv)
-    return dq, dk, dv, dbias
+        query = partial(_launch_query, dout, a, out, lse, delta, dq, dbias)
+        query(tiling("query", a, None if wants else query))  # dbias must be added to once
+        key = partial(_launch_key, dout, a, lse, delta, dk, dv)
+        key(tiling("key", a, key))
+    return dq, dk, dv, dbias.to(like.dtype)
+
+
+def _launch_forward(a: AttentionArgs, out: Tensor, lse: Tensor, tiles: Tiling) -> None:
+    work, grid = _work(a, QUERIES, tiles.BM)
+    forward_kernel[grid](
+        *(a.q, a.k, a.v, out, lse),
+        *_inputs(a),
+        *_strides(a.q, a.k, a.v),
+        *_bias_strides(a.bias),
+        *(_row_stride(a.out_scale), *_window(a)),
+        *_numbers(a),
+        *(work, a.q.shape[0]),
+        **_constants(a, tiles),
+    )
 
 
 def _launch_query(
@@ -111,14 +93,11 @@ def _launch_query(
     lse: Tensor,
     delta: Tensor,
     dq: Tensor,
-    bias_grad: bool,
-) -> Tensor:
-    """Fills dq and delta; returns the gradient of the bias, of size [0] where none is wanted."""
-    total, heads = a.q.shape[:2]
-    wants = bias_grad and a.bias is not None
-    like = a.q if a.bias is None else a.bias
-    dbias = torch.zeros(like.shape if wants else (0,), dtype=torch.float32, device=a.q.device)
-    tiles = tiling("query", a.q.dtype, a.q.shape[2], a.v.shape[2], Target.of(a.q.device))
+    dbias: Tensor,
+    tiles: Tiling,
+) -> None:
+    """Fills dq and delta, and adds to dbias unless its size is [0]."""
+    wants = dbias.numel() > 0
     work, grid = _work(a, QUERIES, tiles.BM)
     query_kernel[grid](
         *(a.q, a.k, a.v, out, dout, lse, delta, dq, _bias_start(dbias) if wants else dbias),
@@ -128,18 +107,21 @@ def _launch_query(
         *_bias_strides(dbias if wants else None),
         *(_row_stride(a.out_scale), *_window(a)),
         *_numbers(a),
-        *(work, total),
+        *(work, a.q.shape[0]),
         **_constants(a, tiles),
         BIAS_GRAD=wants,
     )
-    return dbias.to(like.dtype)
 
 
 def _launch_key(
-    dout: Tensor, a: AttentionArgs, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor
+    dout: Tensor,
+    a: AttentionArgs,
+    lse: Tensor,
+    delta: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    tiles: Tiling,
 ) -> None:
-    total, kv_heads = a.k.shape[:2]
-    tiles = tiling("key", a.q.dtype, a.q.shape[2], a.v.shape[2], Target.of(a.q.device))
     work, grid = _work(a, KEYS, tiles.BN)
     key_kernel[grid](
         *(a.q, a.k, a.v, dout, lse, delta, dk, dv),
@@ -148,7 +130,7 @@ def _launch_key(
         *_bias_strides(a.bias),
         *(_row_stride(a.out_scale), *_window(a)),
         *_numbers(a),
-        *(work, total),
+        *(work, a.k.shape[0]),
         **_constants(a, tiles),
     )
 

@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from gemcompile.lowering import attention_triton as launcher
+from gemcompile.lowering import tuning
 from gemcompile.target import Target
 
 TARGETS = {  # shared memory of one block, in KiB
@@ -66,15 +67,15 @@ CONFIGS = (EVERYTHING, WIDE, Config(torch.float32, 256, causal=True), HISTORY)
 
 def constants(config: Config, kernel: str, target: GPUTarget) -> dict[str, Any]:
     mine = Target(target.backend, target.arch)
-    tiles = launcher.tiling(kernel, config.dtype, config.dim, config.dim, mine)
+    tiles = tuning.rule(kernel, config.dtype, tuning.padded_dim(config.dim), mine)
     flags = ("HAS_KEY_MASK", "HAS_Q_POSITIONS", "HAS_K_POSITIONS", "HAS_BIAS", "HAS_OUT_SCALE")
     return {
         "H": 4,
         "GROUP": 2,
         "D": config.dim,
         "DV": config.dim,
-        "BLOCK_D": launcher.padded_dim(config.dim),
-        "BLOCK_DV": launcher.padded_dim(config.dim),
+        "BLOCK_D": tuning.padded_dim(config.dim),
+        "BLOCK_DV": tuning.padded_dim(config.dim),
         "BM": tiles.BM,
         "BN": tiles.BN,
         "ACT": config.activation,
@@ -114,7 +115,7 @@ def compiled(config: Config, kernel: str, target: GPUTarget) -> Any:
         attrs=aligned,
     )
     mine = Target(target.backend, target.arch)
-    tiles = launcher.tiling(kernel, config.dtype, config.dim, config.dim, mine)
+    tiles = tuning.rule(kernel, config.dtype, tuning.padded_dim(config.dim), mine)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     return triton.compile(source, target=target, options=options)
 
