@@ -23,6 +23,7 @@ from gemcompile.target import Target
 
 from .attention_triton_backward import key_kernel, query_kernel
 from .attention_triton_forward import forward_kernel
+from .bias_gradient import STEEPEST, in_bias_type, units_in_one
 from .tile_lists import tiles_for
 from .tuning import Tiling, padded_dim, tiling
 
@@ -36,6 +37,8 @@ def supports(target: Target, request: AttentionRequest) -> str | None:
         return f"it computes in float16, bfloat16 and float32, not {request.dtype}"
     if request.activation not in BUILT_IN and ELEMENTWISE[request.activation].kernel is None:
         return f"activation {request.activation!r} was registered without a Triton function"
+    if request.deterministic and request.bias_grad and request.activation not in STEEPEST:
+        return f"the slope of {request.activation} has no bound, which the gradient of a bias needs"
     if max(request.head_dim, request.value_dim) > 256:
         return f"head dimension {max(request.head_dim, request.value_dim)} is above 256"
     return None
@@ -63,12 +66,17 @@ def backward(
     delta = torch.empty_like(lse)
     wants = bias_grad and a.bias is not None
     like = a.q if a.bias is None else a.bias
-    dbias = torch.zeros(like.shape if wants else (0,), dtype=torch.float32, device=a.q.device)
+    exact = wants and a.deterministic
+    units = torch.int64 if exact else torch.float32
+    dbias = torch.zeros(like.shape if wants else (0,), dtype=units, device=a.q.device)
+    per_unit = units_in_one(a, dout) if exact else dout
     with torch.cuda.device_of(a.q):
-        query = partial(_launch_query, dout, a, out, lse, delta, dq, dbias)
+        query = partial(_launch_query, dout, a, out, lse, delta, dq, dbias, per_unit)
         query(tiling("query", a, None if wants else query))  # dbias must be added to once
         key = partial(_launch_key, dout, a, lse, delta, dk, dv)
         key(tiling("key", a, key))
+    if exact:
+        return dq, dk, dv, in_bias_type(dbias, per_unit, like.dtype)
     return dq, dk, dv, dbias.to(like.dtype)
 
 
@@ -94,13 +102,15 @@ def _launch_query(
     delta: Tensor,
     dq: Tensor,
     dbias: Tensor,
+    per_unit: Tensor,
     tiles: Tiling,
 ) -> None:
     """Fills dq and delta, and adds to dbias unless its size is [0]."""
     wants = dbias.numel() > 0
     work, grid = _work(a, QUERIES, tiles.BM)
     query_kernel[grid](
-        *(a.q, a.k, a.v, out, dout, lse, delta, dq, _bias_start(dbias) if wants else dbias),
+        *(a.q, a.k, a.v, out, dout, lse, delta, dq),
+        *(_bias_start(dbias) if wants else dbias, per_unit),
         *_inputs(a),
         *_strides(a.q, a.k, a.v, dout),
         *_bias_strides(a.bias),
@@ -110,6 +120,7 @@ def _launch_query(
         *(work, a.q.shape[0]),
         **_constants(a, tiles),
         BIAS_GRAD=wants,
+        EXACT=dbias.dtype is torch.int64,
     )
 
 

@@ -1,7 +1,8 @@
 """Jagged attention, backward: dQ (and delta) by tiles of queries, then dK and dV by tiles of keys.
 
-Each gradient row is written by one program, so the results repeat bit for bit; only the gradient of
-a bias is summed by atomics. P: after the activation; keep: the dropout factor; c: the output scale.
+Each gradient row is written by one program, so the results repeat bit for bit. Only the gradient of
+a bias is summed by atomics, in deterministic mode those of integers (``bias_gradient``).
+P: after the activation; keep: the dropout factor; c: the output scale.
 
     dV = (P * keep)^T (c dO)        dP = keep * (c dO V^T)
     softmax    dS = P * (dP - delta), delta = rowsum(dO * O)
@@ -69,12 +70,12 @@ def score_gradient(
 def query_gradient(
     dq, q, do, K, V, KEY_MASK, K_POSITIONS, BIAS, DBIAS, SEED, k_start, lk, first, last, rows,
     q_ranks, q_places, q_live, head, lse, delta, factor, k_st, v_st, b_sm, b_sn, db_sm, db_sn,
-    left, right, oldest, newest, scale, drop_below, keep_scale,
+    left, right, oldest, newest, scale, drop_below, keep_scale, per_unit,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BN: tl.constexpr, ACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK: tl.constexpr, HISTORY: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     HAS_K_POSITIONS: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr,
-    DROPOUT: tl.constexpr, MASKED: tl.constexpr,
+    EXACT: tl.constexpr, DROPOUT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds what the keys [first, last) give to dq (without the factor scale)."""
     for n0 in tl.range(first, last, BN):
@@ -95,14 +96,18 @@ def query_gradient(
         )  # fmt: skip
         if BIAS_GRAD:
             place = q_ranks[:, None].to(tl.int64) * db_sm + k_places[None, :].to(tl.int64) * db_sn
-            tl.atomic_add(DBIAS + place, ds, mask=q_live[:, None] & live[None, :], sem="relaxed")
+            if EXACT:
+                ds_units = tl.floor(ds * per_unit + 0.5).to(tl.int64)
+                tl.atomic_add(DBIAS + place, ds_units, q_live[:, None] & live[None, :], "relaxed")
+            else:
+                tl.atomic_add(DBIAS + place, ds, q_live[:, None] & live[None, :], "relaxed")
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     return dq
 
 
 @triton.jit(do_not_specialize=VARYING)
 def query_kernel(
-    Q, K, V, OUT, DOUT, LSE, DELTA, DQ, DBIAS, KEY_MASK, Q_POSITIONS,
+    Q, K, V, OUT, DOUT, LSE, DELTA, DQ, DBIAS, PER_UNIT, KEY_MASK, Q_POSITIONS,
     K_POSITIONS, BIAS, OUT_SCALE, SEED, TARGETS, CONTEXTUAL, q_st, q_sh, k_st, k_sh, v_st, v_sh,
     do_st, do_sh, b_sb, b_sh, b_sm, b_sn, db_sb, db_sh, db_sm, db_sn, out_scale_st, left, right,
     scale, drop_below, keep_scale, TILES, total_q,
@@ -111,9 +116,11 @@ def query_kernel(
     ACT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
     HISTORY: tl.constexpr, RELATIVE: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     HAS_Q_POSITIONS: tl.constexpr, HAS_K_POSITIONS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_OUT_SCALE: tl.constexpr, BIAS_GRAD: tl.constexpr, DROPOUT: tl.constexpr,
+    HAS_OUT_SCALE: tl.constexpr, BIAS_GRAD: tl.constexpr, EXACT: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """DQ [Tq, H, D]; for softmax also DELTA [Tq, H], which ``key_kernel`` reads."""
+    """DQ [Tq, H, D]; for softmax also DELTA [Tq, H], which ``key_kernel`` reads. DBIAS is float32,
+    or int64 in units of which PER_UNIT [1] make 1 (EXACT)."""
     pid = tl.program_id(0)
     count, used = list_header(TILES)
     if pid >= count * H:
@@ -154,6 +161,9 @@ def query_kernel(
             DBIAS += b.to(tl.int64) * db_sb + head * db_sh
             if RELATIVE and not placed:
                 DBIAS -= (lk - lq) * db_sn
+        per_unit = 0.0
+        if EXACT:
+            per_unit = tl.load(PER_UNIT)
         dq = tl.zeros([BM, BLOCK_D], tl.float32)
         for part in tl.static_range(3):  # the window's far edge, what all rows see, the rest
             if part == 2 or not (HAS_KEY_MASK or BLOCK > 0) and (WINDOW or part == 1):
@@ -163,9 +173,9 @@ def query_kernel(
                     dq, q, do, K + kv_head * k_sh, V + kv_head * v_sh, KEY_MASK, K_POSITIONS,
                     BIAS, DBIAS, SEED, k_start, lk, first, last, rows, q_ranks, q_places,
                     q_live, h, lse, delta, factor, k_st, v_st, b_sm, b_sn, db_sm, db_sn, left,
-                    right, oldest, newest, scale, drop_below, keep_scale, D, DV, BLOCK_D,
+                    right, oldest, newest, scale, drop_below, keep_scale, per_unit, D, DV, BLOCK_D,
                     BLOCK_DV, BN, ACT, CAUSAL, WINDOW, BLOCK, HISTORY, HAS_KEY_MASK,
-                    HAS_K_POSITIONS, HAS_BIAS, BIAS_GRAD, DROPOUT, part != 1,
+                    HAS_K_POSITIONS, HAS_BIAS, BIAS_GRAD, EXACT, DROPOUT, part != 1,
                 )  # fmt: skip
         store_head(DQ, q_start + m0, h, q_live, dq * scale, H, D, BLOCK_D, BM)
 

@@ -1,12 +1,16 @@
 """Softmax attention on CUDA by the flash kernel that ships with PyTorch (its varlen form).
 
 It takes offsets and strided inputs as they are, aligns causal masks at the end, and knows nothing
-of rows past the last offset: those are filled in here. Backward sums dq by atomics. Past 2^31
-elements it reads where it must not (seen with torch 2.11). At head dimensions that are a power of
-two up to 128 the Triton kernels are left to do it: on an H200 a training step of theirs is faster.
+of rows past the last offset: those are filled in here. Backward sums dq by atomics unless torch is
+set to deterministic algorithms, which is done here where the op is. Past 2^31 elements it reads
+where it must not (seen with torch 2.11). At head dimensions that are a power of two up to 128 the
+Triton kernels are left to do it: on an H200 a training step of theirs is faster.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import triton
@@ -35,8 +39,6 @@ def supports(target: Target, request: AttentionRequest) -> str | None:
         return f"head dimension {dim} is not a multiple of 8 up to 256"
     if dim in (8, 16, 32, 64, 128):
         return f"at head dimension {dim} the Triton kernels are faster"
-    if request.deterministic:
-        return "its gradients do not repeat bit for bit"
     if request.large:
         return "its offsets have 32 bits, and a tensor has 2^31 elements or more"
     extras = ("key_mask", "positions", "bias", "out_scale", "dropout", "window", "block", "history")
@@ -74,24 +76,36 @@ def backward(
         return dq, dk, dv, a.q.new_empty(0)
     unused = torch.empty(0, device=a.q.device)
     random_state = torch.empty(2, dtype=torch.uint64, device=a.q.device)
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        *(_aligned(x) for x in (dout, a.q, a.k, a.v)),
-        out,
-        lse.T.contiguous(),
-        a.q_offsets.to(torch.int32),
-        a.k_offsets.to(torch.int32),
-        max(1, a.max_q),
-        max(1, a.max_k),
-        0.0,
-        a.causal,
-        random_state,
-        unused,
-        scale=a.scale,
-    )
+    with _deterministic(a.deterministic):
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            *(_aligned(x) for x in (dout, a.q, a.k, a.v)),
+            out,
+            lse.T.contiguous(),
+            a.q_offsets.to(torch.int32),
+            a.k_offsets.to(torch.int32),
+            max(1, a.max_q),
+            max(1, a.max_k),
+            0.0,
+            a.causal,
+            random_state,
+            unused,
+            scale=a.scale,
+        )
     dq = zero_dead_rows_(dq.contiguous(), a.q_offsets)
     dk = zero_dead_rows_(dk.contiguous(), a.k_offsets)
     dv = zero_dead_rows_(dv.contiguous(), a.k_offsets)
     return dq, dk, dv, a.q.new_empty(0)
+
+
+@contextmanager
+def _deterministic(wanted: bool) -> Iterator[None]:
+    """torch's switch, which its kernel asks, turned on for one call."""
+    before = torch.get_deterministic_debug_mode()
+    torch.use_deterministic_algorithms(wanted or before > 0, warn_only=before < 2)
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
 
 
 def _nothing_to_do(a: AttentionArgs) -> bool:

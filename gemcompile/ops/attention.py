@@ -67,8 +67,8 @@ def jagged_attention(
         dropout_p: probability with which an entry is dropped after the activation.
         dropout_seed: int64 [1] on the same device; the mask is a function of it alone.
         max_q, max_k: bounds on the lengths, never read from the device. None: the row count.
-        deterministic: results repeat bit for bit, at the cost of a slower backward in places; the
-            gradient of a bias is refused on CUDA. None: as torch.use_deterministic_algorithms says.
+        deterministic: results repeat bit for bit, at the cost of a slower backward in places. None:
+            as torch.use_deterministic_algorithms says.
 
     Returns:
         [Tq, H, Dv], or [B, S, H, Dv] for shared queries. A softmax row that sees no key gives 0;
@@ -119,8 +119,6 @@ def jagged_attention(
         bias = _check_bias(bias, batch, q, max_q, max_k)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    if deterministic and bias is not None and bias.is_cuda and bias.requires_grad:
-        raise ValueError("the gradient of bias is summed by atomics: deterministic=True refuses it")
     _check_dropout(dropout_p, dropout_seed, q)
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[2]) if activation == "softmax" else 1.0

@@ -36,6 +36,7 @@ class AttentionRequest:
     block: bool = False
     history: bool = False
     deterministic: bool = False
+    bias_grad: bool = False  # asked of backward kernels only
     short_queries: bool = False
 
 

@@ -16,6 +16,7 @@ device value back; max_q and max_k are bounds on the lengths that size grids, no
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,8 +50,15 @@ _library.define(
 )
 
 
+def _repeating(args: AttentionArgs) -> AttentionArgs:
+    """The arguments, deterministic where torch.use_deterministic_algorithms says so by now."""
+    if args.deterministic or not torch.are_deterministic_algorithms_enabled():
+        return args
+    return replace(args, deterministic=True)
+
+
 def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
-    args = AttentionArgs(*inputs)
+    args = _repeating(AttentionArgs(*inputs))
     kernel = kernels.choose(FORWARD, Target.of(args.q.device), args.request())
     out, lse = kernel.run(args)
     return out, lse
@@ -58,8 +66,9 @@ def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 def _backward(dout: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs, (out, lse, bias_grad), masks = rest[:17], rest[17:20], rest[20:]
-    args = AttentionArgs(*inputs, *masks)
-    kernel = kernels.choose(BACKWARD, Target.of(args.q.device), args.request())
+    args = _repeating(AttentionArgs(*inputs, *masks))
+    request = replace(args.request(), bias_grad=bias_grad and args.bias is not None)
+    kernel = kernels.choose(BACKWARD, Target.of(args.q.device), request)
     dq, dk, dv, dbias = kernel.run(dout, args, out, lse, bias_grad)
     return dq, dk, dv, dbias
 
