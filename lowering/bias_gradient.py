@@ -50,11 +50,11 @@ def in_bias_type(sums: Tensor, units: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _longest(x: Tensor, offsets: Tensor, keep: Tensor | None) -> Tensor:
     """Largest norm of the rows in use of x [T or 1, H, D], float64."""
-    norms = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
     if x.shape[0] > 1:
         live = torch.arange(x.shape[0], device=x.device) < offsets[-1]
         live = live if keep is None else live & keep
         norms = norms.where(live[:, None], 0.0)
     if norms.numel() == 0:
         return norms.new_zeros((), dtype=torch.float64)
-    return torch.amax(norms.double())
+    return norms.double().amax()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gemcompile.ops import attention_op, attention_reference, kernels
-from gemcompile.ops.attention_args import AttentionArgs, AttentionRequest
+from gemcompile.ops.attention_args import SHORT, AttentionArgs, AttentionRequest
 
 old_numpy = pytest.mark.skipif(
     tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4),
@@ -72,7 +72,12 @@ class Case:
         ]
         return ",".join(["q" + "+".join(map(str, self.q_lengths)), *changed])
 
+    def longest(self, lengths: tuple[int, ...]) -> int:
+        """The bound on the lengths that the op is told."""
+        return (2 if self.positions else 1) * max((0, *lengths))
+
     def request(self) -> AttentionRequest:
+        group = self.heads // (self.kv_heads or self.heads)
         return AttentionRequest(
             dtype=self.dtype,
             heads=self.heads,
@@ -91,6 +96,7 @@ class Case:
             history=self.targets + self.contextual > 0,
             deterministic=self.deterministic,
             bias_grad=self.bias is not None,
+            short_queries=self.longest(self.q_lengths) * group <= SHORT,
         )
 
 
@@ -221,8 +227,7 @@ def build(case: Case, device: torch.device) -> Call:
     # Positions with holes, as the valid rows of a padded batch have them.
     q_positions = _positions(case.q_lengths, q_rows, 2) if case.positions else None
     k_positions = _positions(k_lengths, k_rows, 2) if case.positions else None
-    stretch = 2 if case.positions else 1
-    max_q, max_k = (stretch * max((0, *lengths)) for lengths in (case.q_lengths, k_lengths))
+    max_q, max_k = case.longest(case.q_lengths), case.longest(k_lengths)
     targets, contextual = _counts(case, k_lengths, g)
     dout = torch.randn(q_rows, case.heads, value_dim, generator=g).to(case.dtype)
     if case.expanded_grad:

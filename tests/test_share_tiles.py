@@ -6,6 +6,8 @@ import pytest
 import torch
 from padding_models import Encoder
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from gemcompile import passes
 from gemcompile.graph import arguments
@@ -58,6 +60,19 @@ def test_other_masks_have_their_own_and_values_stay() -> None:
     theirs = torch.autograd.grad(two_kinds(*args).square().sum(), leaves)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_padded_attention_on_a_gpu_brings_its_list() -> None:
+    def layer(x: Tensor) -> Tensor:
+        nothing = [None] * 4
+        op = torch.ops.gem.padded_attention
+        return op(x, x, x, *nothing, "silu", 1.0, True, "assume", 0.0)
+
+    with FakeTensorMode():
+        gm = make_fx(layer)(torch.empty(2, 9, 2, 8, device="cuda"))
+    (attention,), (tiles,) = calls(gm, ATTENTION), calls(gm, TILES)
+    assert arguments(attention)["tiles"] is tiles
+    assert arguments(tiles)["q_rows"] == 18 and arguments(tiles)["causal"] is True
 
 
 def test_on_cpu_nothing_is_added() -> None:

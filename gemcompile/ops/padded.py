@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import gemcompile.ops.tiles  # noqa: F401  (registers the op)
 from gemcompile.ops.attention_args import AttentionArgs
 from gemcompile.ops.attention_masks import visible
 
@@ -131,14 +132,18 @@ def _regular(
 ) -> AttentionArgs:
     """The jagged op's arguments for sequences that all have the full length."""
     (batch, lq), lk = q.shape[:2], k.shape[1]
+    ends = _regular_offsets(batch, lq, q.device), _regular_offsets(batch, lk, q.device)
+    tiles = None
+    if q.is_cuda:  # AOTAutograd merges those of equal layers
+        sizes = batch * lq, batch * lk
+        tiles = torch.ops.gem.attention_tiles(*ends, *sizes, causal, left, right)
     if bias is not None and bias.dim() == 4:
         bias = bias.expand(-1, -1, lq, lk)
     return AttentionArgs(
         q.flatten(0, 1),
         k.flatten(0, 1),
         v.flatten(0, 1),
-        _regular_offsets(batch, lq, q.device),
-        _regular_offsets(batch, lk, q.device),
+        *ends,
         None if key_mask is None else key_mask.flatten(),
         None,
         None,
@@ -156,6 +161,7 @@ def _regular(
         block,
         None if history is None else lk - history,
         _everywhere(contextual, batch, q.device) if contextual else None,
+        tiles,
     )
 
 
