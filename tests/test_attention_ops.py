@@ -375,16 +375,18 @@ def test_flops_count_forward_and_backward():
 
 
 def test_softmax_goes_to_the_flash_kernel_and_silu_does_not():
-    request = Case((4,)).request()
+    request = Case((100,)).request()
     assert kernels.choose(OPS[0], CPU, request).name == "cpu_flash"
     assert kernels.choose(OPS[0], CPU, replace(request, activation="silu")).name == "cpu_blocked"
     half = replace(request, dtype=torch.bfloat16, head_dim=96, value_dim=96)
     assert kernels.choose(OPS[0], CUDA, half).name == "varlen"
     assert kernels.choose(OPS[0], CUDA, replace(half, large=True)).name == "triton"
     assert kernels.choose(OPS[0], CUDA, request).name == "triton"
-    for feature in ("window", "block", "history"):
+    assert kernels.choose(OPS[0], CUDA, replace(half, short_queries=True)).name == "short"
+    expected = {"window": "triton", "block": "blocks", "history": "triton"}
+    for feature, name in expected.items():
         masked = replace(half, head_dim=64, value_dim=64, causal=feature == "history")
-        assert kernels.choose(OPS[0], CUDA, replace(masked, **{feature: True})).name == "triton"
+        assert kernels.choose(OPS[0], CUDA, replace(masked, **{feature: True})).name == name
         assert kernels.choose(OPS[0], CPU, replace(request, **{feature: True})).name != "cpu_flash"
     reasons = dict(kernels.why_not(OPS[0], CPU, replace(request, activation="silu")))
     assert reasons["cpu_flash"] == "it computes softmax, not silu"
