@@ -56,7 +56,11 @@ def contenders(batch: Batch, arguments: argparse.Namespace) -> Iterator[tuple[Pe
             name = f"gem {activation}" + (f" ({kernel})" if kernel else "")
             call = _forced(kernel, lambda a=activation: batch.jagged(a))
             softmax = activation == "softmax"
-            yield Peer(name, call, batch.inputs, batch.dout, softmax=softmax), kernel
+            note = ""
+            if arguments.repeats:
+                same = _forced(kernel, lambda a=activation: batch.repeats(a, arguments.repeats))()
+                note = "bits repeat" if same else "BITS DIFFER"
+            yield Peer(name, call, batch.inputs, batch.dout, note, softmax), kernel
 
 
 def _forced(kernel: str | None, step: Callable[[], Any]) -> Callable[[], Any]:
@@ -142,6 +146,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kernels", choices=["chosen", "all"], default="chosen")
     parser.add_argument("--warmup", type=int, default=50, help="ms, on CUDA")
     parser.add_argument("--rep", type=int, default=200, help="ms of repeats, on CUDA")
+    parser.add_argument("--repeats", type=int, default=0, help="compare bits over so many runs")
     parser.add_argument("--rounds", type=int, default=5, help="on CPU")
     parser.add_argument("--out", type=Path, help="JSON file")
     arguments = parser.parse_args()

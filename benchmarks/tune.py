@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -31,10 +31,10 @@ ROWS = 500_000
 LENGTHS = (64, 400, 1600, 6000)  # longest; their means fall into the four buckets
 
 
-def shapes(dims: list[int]) -> Iterator[tuple[Shape, str]]:
+def shapes(dims: list[int], lengths: Sequence[int]) -> Iterator[tuple[Shape, str]]:
     """What is searched: shapes with their activation; those that share kernels side by side."""
     for dim, activation, causal, longest in itertools.product(
-        dims, ("softmax", "silu"), (False, True), LENGTHS
+        dims, ("softmax", "silu"), (False, True), lengths
     ):
         yield Shape(2 * ROWS // longest, 4, dim, longest, causal=causal), activation
 
@@ -46,27 +46,28 @@ def step(shape: Shape, activation: str) -> None:
 
 
 def compile_share(dims: list[int], share: int, processes: int) -> None:
-    """Runs each tiling once without timing it; every process its share of the tilings."""
+    """Runs tilings once without timing them: one of each kernel's, for this process's kinds."""
 
-    def run_some(tilings: list[tuning.Tiling], run: object) -> tuning.Tiling:
+    def run_one(tilings: list[tuning.Tiling], run: Callable[[tuning.Tiling], None]) -> object:
         from triton.runtime.errors import OutOfResources
 
-        for tiles in tilings[share % len(tilings) :: processes]:
-            try:
-                run(tiles)  # type: ignore[operator]
-            except OutOfResources:
-                continue
-        return tilings[0]
+        tiles = tilings[share % len(tilings)]
+        try:
+            run(tiles)
+        except OutOfResources:
+            return tilings[0]
+        return tiles
 
-    with mock.patch.object(tuning, "search", run_some), mock.patch.object(tuning, "save"):
-        kinds = list(shapes(dims))[:: len(LENGTHS)]
-        for shape, activation in kinds[share % len(kinds) :] + kinds[: share % len(kinds)]:
+    with mock.patch.object(tuning, "search", run_one), mock.patch.object(tuning, "save"):
+        kinds = list(shapes(dims, LENGTHS[:1]))
+        for shape, activation in kinds[share // tuning.MOST :: max(1, processes // tuning.MOST)]:
             step(Shape(64, 4, shape.dim, 64, causal=shape.causal), activation)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dims", nargs="*", type=int, default=[64, 128])
+    parser.add_argument("--lengths", nargs="*", type=int, default=LENGTHS)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
@@ -85,7 +86,7 @@ def main() -> None:
         failed = [worker.args for worker in workers if worker.wait() != 0]
         print(f"compiled in {time.perf_counter() - start:.0f} s; failed: {failed or 'none'}")
         with mock.patch.object(tuning, "_SHIPPED", Path(empty)):
-            for shape, activation in shapes(arguments.dims):
+            for shape, activation in shapes(arguments.dims, arguments.lengths):
                 step(shape, activation)
             found = tuning.choices(Target.of(torch.device("cuda", 0)))
     lines = {key: [t.BM, t.BN, t.num_warps, t.num_stages] for key, t in sorted(found.items())}

@@ -158,11 +158,11 @@ def tile_list_kernel(
         tl.store(record + 4, other, mask=keep)
         tl.store(record + 5, b, mask=keep)
     if tl.program_id(0) == 0:
-        in_use = tl.load(Q_OFFSETS + batch)
+        in_use = tl.load(Q_OFFSETS + batch).to(tl.int32)
         if side == 1:
-            in_use = tl.load(K_OFFSETS + batch)
+            in_use = tl.load(K_OFFSETS + batch).to(tl.int32)
         tl.store(TILES + begin, total)
-        tl.store(TILES + begin + 1, in_use.to(tl.int32))
+        tl.store(TILES + begin + 1, in_use)
 
 
 def _supports(target: Target, request: object) -> str | None:

@@ -16,7 +16,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from gemcompile.lowering import attention_triton as launcher
-from gemcompile.lowering import tuning
+from gemcompile.lowering import tile_lists, tuning
+from gemcompile.ops.tiles import SECTIONS
 from gemcompile.target import Target
 
 TARGETS = {  # shared memory of one block, in KiB
@@ -120,9 +121,26 @@ def compiled(config: Config, kernel: str, target: GPUTarget) -> Any:
     return triton.compile(source, target=target, options=options)
 
 
+def compile_tile_lists(target: GPUTarget) -> None:
+    kernel = tile_lists.tile_list_kernel
+    values = {"SECTIONS": SECTIONS, "LIMITED": True, "R": 16, "CHUNK": 256}
+    kinds = {"TILES": "*i32", "Q_OFFSETS": "*i32", "K_OFFSETS": "*i64"}
+    source = ASTSource(
+        fn=kernel,
+        signature={
+            name: "constexpr" if name in values else kinds.get(name, "i32")
+            for name in kernel.arg_names
+        },
+        constexprs={(kernel.arg_names.index(n),): v for n, v in values.items()},
+    )
+    triton.compile(source, target=target)
+    print(f"{target.backend}:{target.arch} tile lists: ok", flush=True)
+
+
 def main() -> int:
     failed = 0
     for target, limit in TARGETS.items():
+        compile_tile_lists(target)
         for config in CONFIGS if target.arch == 90 else CONFIGS[: 1 + (target.arch == 80)]:
             for kernel in KERNELS:
                 used = compiled(config, kernel, target).metadata.shared / 1024

@@ -78,6 +78,29 @@ def test_kernels_on_drawn_cases(data):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("case", "kernel"),
+    pairs(
+        CUDA,
+        (
+            Case((70, 0, 130), dtype=torch.bfloat16, dim=64, causal=True),
+            Case((300, 64), dtype=torch.bfloat16, dim=64, bias="tableH", key_mask=True),
+            Case((300, 64), dtype=torch.bfloat16, dim=64, block=64),
+            Case((30, 4), (900, 0), dtype=torch.bfloat16, dim=128, activation="silu"),
+        ),
+    ),
+)
+def test_no_kernel_waits_for_the_device(case, kernel):
+    call = build(case, torch.device("cuda"))
+    run(call, kernel, deterministic=False)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(call, kernel)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.cuda
 def test_offsets_past_two_to_the_31_elements():
     """The last sequence of a batch whose tensors have 2.6e9 elements each."""
     length, batch, heads, dim = 512, 9800, 8, 64

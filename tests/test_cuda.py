@@ -108,4 +108,4 @@ def test_one_synchronisation_a_step() -> None:
             compiled(*args).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len([w for w in seen if "synchroniz" in str(w.message)]) <= 1
+    assert len([w for w in seen if "synchroniz" in str(w.message)]) == 1
