@@ -36,7 +36,8 @@ POINTERS = {
     "TILES": "*i32",
     "LSE": "*fp32",
     "DELTA": "*fp32",
-    "DBIAS": "*fp32",
+    "DBIAS": "*i64",  # deterministic
+    "PER_UNIT": "*fp32",
     "OUT_SCALE": "*fp32",
     "Q_OFFSETS": "*i32",
     "K_OFFSETS": "*i32",
@@ -87,6 +88,7 @@ def constants(config: Config, kernel: str, target: GPUTarget) -> dict[str, Any]:
         "BLOCK": config.block,
         "DROPOUT": config.everything,
         "BIAS_GRAD": config.everything,
+        "EXACT": config.everything,
         **dict.fromkeys(flags, config.everything),
         "HAS_BIAS": config.everything or config.history,
     }
