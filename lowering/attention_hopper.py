@@ -1,7 +1,8 @@
 """Jagged attention on Hopper (H100, H200) by Gluon kernels: what they support, how they launch.
 
-bfloat16, head dimension 64 or 128, softmax, GELU or SiLU, no masks: the common case, faster than by
-the portable kernels (docs/performance.md). Everything else is left to those.
+bfloat16 and float16, head dimension 64 or 128, softmax, GELU or SiLU, causal or without a mask,
+scaled outputs: the common cases, faster than by the portable kernels (docs/performance.md).
+Everything else is left to those.
 """
 
 from __future__ import annotations
@@ -20,22 +21,25 @@ from gemcompile.ops.tiles import KEYS, QUERIES
 from gemcompile.target import Target
 
 TRITON = "3.6"  # Gluon still changes from release to release
+DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128)
 ACTIVATIONS = ("softmax", "gelu", "gelu_tanh", "silu")
 
 if triton.__version__.startswith(TRITON + "."):
     from .attention_hopper_backward import key_kernel, query_kernel
     from .attention_hopper_forward import forward_kernel
+    from .attention_hopper_one_pass import finish_kernel, one_pass_kernel, prepare_kernel
     from .hopper_tiles import MAX_ROWS, ROWS, descriptor
     from .tile_lists import tiles_for
 
 # Whatever else a request may ask for, now or in later releases, is refused.
 KNOWN = (
-    *("dtype", "heads", "kv_heads", "head_dim", "value_dim", "activation", "large"),
-    *("deterministic", "short_queries"),
+    *("dtype", "heads", "kv_heads", "head_dim", "value_dim", "activation", "large", "causal"),
+    *("out_scale", "deterministic", "short_queries"),
 )
 BACKWARD_ROWS = 128  # of a tile of both consumers
 LONG = 400  # rows a sequence, on average, from which on three consumers beat two
+ONE_PASS = {64: 400, 128: 700}  # and from which on one pass backward beats two, by head dimension
 
 
 def supports(target: Target, request: AttentionRequest) -> str | None:
@@ -43,8 +47,8 @@ def supports(target: Target, request: AttentionRequest) -> str | None:
         return f"it runs on cuda:90, not on {target}"
     if not triton.__version__.startswith(TRITON + "."):
         return f"it is written for triton {TRITON}, not {triton.__version__}"
-    if request.dtype is not torch.bfloat16:
-        return f"it computes in bfloat16, not {request.dtype}"
+    if request.dtype not in DTYPES:
+        return f"it computes in bfloat16 or float16, not {request.dtype}"
     if request.activation not in ACTIVATIONS:
         return f"it computes {', '.join(ACTIVATIONS)}, not {request.activation}"
     if request.head_dim not in HEAD_DIMS:
@@ -66,12 +70,17 @@ def forward(a: AttentionArgs) -> tuple[Tensor, Tensor]:
         tiles = tiles_for(a, QUERIES, groups * ROWS)
         forward_kernel[(programs(a.q.device),)](
             *(descriptor(_aligned(x)) for x in (a.q, a.k, a.v)),
-            *(descriptor(out), out, lse, tiles, total, a.scale),
+            *(descriptor(out), out, lse, _out_scale(a), tiles, total, a.scale),
             **_constants(a),
             GROUPS=groups,
             STAGES=stages,
         )
     return out, lse
+
+
+def forward_tiling(rows: int, batch: int) -> tuple[int, int]:
+    """(consumers, stages of the rings) for ``rows`` queries in ``batch`` sequences."""
+    return (3, 2) if rows >= LONG * batch else (2, 3)
 
 
 def backward(
@@ -80,31 +89,68 @@ def backward(
     if not _usual(a):
         portable = _portable("jagged_attention_backward")
         return portable.run(dout, a, out, lse, bias_grad)  # type: ignore[no-any-return]
-    dq, dk, dv = (x.new_empty(x.shape) for x in (a.q, a.k, a.v))
-    delta = torch.empty_like(lse)
+    gradients = tuple(x.new_empty(x.shape) for x in (a.q, a.k, a.v))
+    run = _one_pass if one_pass_pays(a) else _two_passes
     with torch.cuda.device_of(a.q):
-        inputs = [descriptor(_aligned(x)) for x in (a.q, a.k, a.v, dout)]
-        grid = (programs(a.q.device),)
-        tiles = tiles_for(a, QUERIES, BACKWARD_ROWS)
-        query_kernel[grid](
-            *inputs,
-            *(descriptor(out), descriptor(dq), dq, lse, delta, tiles, a.q.shape[0], a.scale),
-            **_constants(a),
-            STAGES=3 if a.softmax and a.q.shape[2] == 128 else 4,  # O takes the place of one
-        )
-        tiles = tiles_for(a, KEYS, BACKWARD_ROWS)
-        key_kernel[grid](
-            *inputs,
-            *(descriptor(dk), descriptor(dv), dk, dv, lse, delta, tiles, a.k.shape[0], a.scale),
-            **_constants(a) | {"H": a.k.shape[1]},
-            STAGES=3,
-        )
+        run(_aligned(dout), a, out, lse, *gradients)
+    dq, dk, dv = gradients
     return dq, dk, dv, a.q.new_empty(0)
 
 
-def forward_tiling(rows: int, batch: int) -> tuple[int, int]:
-    """(consumers, stages of the rings) for ``rows`` queries in ``batch`` sequences."""
-    return (3, 2) if rows >= LONG * batch else (2, 3)
+def one_pass_pays(a: AttentionArgs) -> bool:
+    """By the mean length, as measured; never where dQ must repeat bit for bit.
+
+    Under a causal mask two passes were ahead at any length.
+    """
+    rows = min(a.q.shape[0], a.k.shape[0])
+    long = rows >= ONE_PASS[a.q.shape[2]] * _batch(a)
+    return long and not a.causal and not a.deterministic
+
+
+def _two_passes(
+    dout: Tensor, a: AttentionArgs, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+) -> None:
+    delta = torch.empty_like(lse)
+    inputs = [descriptor(_aligned(x)) for x in (a.q, a.k, a.v, dout)]
+    vectors = (lse, delta, _out_scale(a))
+    grid = (programs(a.q.device),)
+    query_kernel[grid](
+        *(*inputs, descriptor(out), descriptor(dq), dq, *vectors),
+        *(tiles_for(a, QUERIES, BACKWARD_ROWS), a.q.shape[0], a.scale),
+        **_constants(a),
+        STAGES=3 if a.softmax and a.q.shape[2] == 128 else 4,  # O takes the place of one
+    )
+    key_kernel[grid](
+        *(*inputs, descriptor(dk), descriptor(dv), dk, dv, *vectors),
+        *(tiles_for(a, KEYS, BACKWARD_ROWS), a.k.shape[0], a.scale),
+        **_constants(a) | {"H": a.k.shape[1]},
+        STAGES=3,
+    )
+
+
+def _one_pass(
+    dout: Tensor, a: AttentionArgs, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+) -> None:
+    rows, heads, dim = a.q.shape
+    block = BACKWARD_ROWS * 128 // dim
+    sums = torch.empty(a.q.shape, dtype=torch.float32, device=a.q.device)
+    delta = torch.empty_like(lse)
+    prepare_kernel[(triton.cdiv(rows * heads, 32),)](
+        *(out, dout, delta, sums, dout.stride(0), dout.stride(1), rows),
+        **{"H": heads, "D": dim, "SOFTMAX": a.softmax, "R": 32},
+        num_warps=4,
+    )
+    one_pass_kernel[(programs(a.q.device),)](
+        descriptor(_aligned(a.q)),
+        *(descriptor(_aligned(x), BACKWARD_ROWS) for x in (a.k, a.v)),
+        *(descriptor(dout), descriptor(sums, columns=ROWS), descriptor(dk), descriptor(dv), dk, dv),
+        *(lse, delta, _out_scale(a), tiles_for(a, KEYS, block), a.k.shape[0], a.scale),
+        **_constants(a) | {"H": a.k.shape[1]},
+        STAGES=3,
+    )
+    finish_kernel[(triton.cdiv(rows * heads, 32),)](
+        *(sums, dq, a.scale, rows * heads), D=dim, R=32, num_warps=4
+    )
 
 
 def _usual(a: AttentionArgs) -> bool:
@@ -129,6 +175,11 @@ def _aligned(x: Tensor) -> Tensor:
     return x if fits else x.contiguous()
 
 
+def _out_scale(a: AttentionArgs) -> Tensor:
+    """float32, to be read if FACTOR says so."""
+    return a.q if a.out_scale is None else a.out_scale.contiguous()
+
+
 @lru_cache
 def programs(device: torch.device) -> int:
     """One for each multiprocessor; each walks its share of the tiles."""
@@ -140,7 +191,9 @@ def _constants(a: AttentionArgs) -> dict[str, Any]:
         "H": a.q.shape[1],
         "SHARE": a.q.shape[1] // a.k.shape[1],
         "D": a.q.shape[2],
+        "CAUSAL": a.causal,
         "ACT": a.activation,
+        "FACTOR": None if a.out_scale is None else min(a.out_scale.shape[0] - 1, 1),
         "num_warps": 4,
     }
 

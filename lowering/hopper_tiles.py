@@ -8,9 +8,12 @@ are persistent and walk a list of tiles, most work first (``tile_lists``).
 
 from functools import lru_cache
 
+import torch
 from torch import Tensor
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -23,6 +26,7 @@ from gemcompile.ops import tiles
 
 ROWS = 64  # of a tile of one consumer
 MAX_ROWS = 2**30  # a tensor may have, for the descriptors
+TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 GROUP_ROWS = gl.constexpr(ROWS)
 FAR = gl.constexpr(MAX_ROWS)
@@ -36,12 +40,14 @@ RECORD = gl.constexpr(tiles.RECORD)
 
 
 @lru_cache
-def _layout(rows: int, dim: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, dim], gl.bfloat16)
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], TYPES[dtype])
 
 
-def descriptor(x: Tensor, rows: int = ROWS) -> TensorDescriptor:
-    """Copies of ``rows`` rows of one head of bfloat16 x [T, H, D], heads side by side in a row.
+def descriptor(x: Tensor, rows: int = ROWS, columns: int | None = None) -> TensorDescriptor:
+    """Copies of ``rows`` rows of one head of x [T, H, D], heads side by side in a row.
+
+    ``columns`` are a head's, or fewer: so many from the column on that a copy names.
 
     Rows past a sequence's end read as zero and are not written. The hardware checks bounds only at
     the end of a dimension, so two more dimensions are laid before the rows: addresses wrap around
@@ -49,11 +55,12 @@ def descriptor(x: Tensor, rows: int = ROWS) -> TensorDescriptor:
     the sequence falls on the end of the rows' dimension (as in ``triton.tools.ragged_tma``).
     """
     heads, dim = x.shape[1:]
+    columns = columns or dim
     stride = x.stride(0)
     shape = [0x7FFF0000, 0x7FFF0000, MAX_ROWS, heads * dim]
-    return TensorDescriptor(
-        x, shape, [2**34 - stride, stride, stride, 1], [1, 1, rows, dim], _layout(rows, dim)
-    )
+    strides = [2**34 - stride, stride, stride, 1]
+    layout = _layout(rows, columns, x.dtype)
+    return TensorDescriptor(x, shape, strides, [1, 1, rows, columns], layout)
 
 
 @aggregate
@@ -79,6 +86,66 @@ class Tile:
 def read_tile(TILES, i):
     p = TILES + HEADER + RECORD * i
     return Tile(gl.load(p), gl.load(p + 1), gl.load(p + 2), gl.load(p + 3), gl.load(p + 4))
+
+
+@gluon.jit
+def turns(TILES, H: gl.constexpr):
+    """How many tiles this program takes, of all heads."""
+    total = gl.load(TILES) * H
+    rounds = total // gl.num_programs(0)
+    return rounds + (place(rounds) < total - rounds * gl.num_programs(0)).to(gl.int32)
+
+
+@gluon.jit
+def place(turn):
+    """Which tile of the ``turn``-th round this program takes: every other round is dealt backwards,
+    so that nobody always gets the longest."""
+    last = gl.num_programs(0) - 1
+    return gl.program_id(0) + turn % 2 * (last - 2 * gl.program_id(0))
+
+
+@gluon.jit
+def dealt(turn):
+    """The number of this program's ``turn``-th tile: heads change fastest."""
+    return turn * gl.num_programs(0) + place(turn)
+
+
+@gluon.jit
+def blocks(length):
+    return (length + GROUP_ROWS - 1) // GROUP_ROWS
+
+
+@gluon.jit
+def seen_by(queries, tile, CAUSAL: gl.constexpr):
+    """How many keys (the first ones) the first ``queries`` of a sequence see; tile: of queries."""
+    if CAUSAL:
+        shift = tile.other_length - tile.length
+        return gl.maximum(gl.minimum(queries, tile.length) + shift, 0)
+    else:
+        return tile.other_length
+
+
+@gluon.jit
+def seen_from(key, tile, CAUSAL: gl.constexpr):
+    """The first block of queries that sees ``key`` or later ones; tile: of keys.
+
+    A loop over blocks that need the mask comes before one over those that do not. Where it could be
+    left out, ptxas of CUDA 12.8 reads descriptors in the second that it computes before the first
+    only, so it is made to take one block at least.
+    """
+    if CAUSAL:
+        shift = tile.length - tile.other_length
+        return gl.maximum(key - shift, 0) // GROUP_ROWS
+    else:
+        return 0
+
+
+@gluon.jit
+def afresh(i):
+    """i, but no compiler knows."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @aggregate
@@ -130,6 +197,14 @@ class Ring:
         return self.tiles.index(i % self.size * self.parts + part).reshape([rows, dim])
 
     @gluon.jit
+    def tile_afresh(self, i, part):
+        """The same, located anew: compilers keep the descriptors of a tile that a loop reads again
+        and again in registers, sixteen for 128 columns, and spill where there are none left."""
+        rows: gl.constexpr = self.tiles.shape[3]
+        dim: gl.constexpr = self.tiles.shape[4]
+        return self.tiles.index(afresh(i % self.size * self.parts + part)).reshape([rows, dim])
+
+    @gluon.jit
     def release(self, i):
         """Gives the slot back; after ordinary reads of it, ``fence_async_shared`` comes first."""
         mbarrier.arrive(self.empty.index(i % self.size))
@@ -137,11 +212,10 @@ class Ring:
 
 @gluon.jit
 def new_ring(
-    desc, SIZE: gl.constexpr, PARTS: gl.constexpr, D: gl.constexpr, FILLERS: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-):  # fmt: skip
+    desc, SIZE: gl.constexpr, PARTS: gl.constexpr, FILLERS: gl.constexpr, CONSUMERS: gl.constexpr
+):
     """A ring for tiles of ``desc``; FILLERS arrivals make a slot full, CONSUMERS empty."""
-    tiles = gl.allocate_shared_memory(gl.bfloat16, [SIZE * PARTS, 1, 1, GROUP_ROWS, D], desc.layout)
+    tiles = gl.allocate_shared_memory(desc.dtype, [SIZE * PARTS] + desc.block_shape, desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SIZE):
@@ -160,10 +234,18 @@ def put_tile(
     """
     tma.store_wait(PENDING)
     gl.thread_barrier()
-    buffer.reshape([GROUP_ROWS, D]).store(x.to(gl.bfloat16))
+    buffer.reshape([GROUP_ROWS, D]).store(x.to(buffer.dtype))
     fence_async_shared()
     gl.thread_barrier()
     tma.async_copy_shared_to_global(desc, [FAR, start + length, FAR - length + row, column], buffer)
+
+
+@builtin
+def copy_and_add(desc, coordinates, source, _semantic=None):
+    """Starts adding a tile to global memory by the copy engine; Gluon 3.6 has no name for it."""
+    handles = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, desc.handle, handles, source.handle)
 
 
 @gluon.jit
@@ -171,7 +253,7 @@ def zero_tail(X, TILES, total, H: gl.constexpr, D: gl.constexpr):
     """Zeroes the rows of contiguous X [total, H, D] that belong to no sequence."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     columns = gl.arange(0, D, L)
-    zeros = gl.zeros([D], gl.bfloat16, L)
+    zeros = gl.zeros([D], X.dtype.element_ty, L)
     for row in range(gl.load(TILES + 1) + gl.program_id(0), total, gl.num_programs(0)):
         for h in range(H):
             p = X + (row.to(gl.int64) * H + h) * D + columns  # type: ignore[attr-defined]
@@ -188,7 +270,7 @@ def accumulator(columns):
 
 @gluon.constexpr_function
 def left_operand(parent):
-    """Layout of a bfloat16 left operand held in registers."""
+    """Layout of a 16-bit left operand held in registers."""
     return gl.DotOperandLayout(operand_index=0, parent=parent, k_width=2)
 
 

@@ -17,6 +17,7 @@ from gemcompile.target import Target
 
 SEQUENCES = 16  # of one program
 COMPARED = 256  # sequences at a time
+SHARES = 16  # programs for the same sequences, where each of their tiles counts anew
 
 _HEADER: tl.constexpr = tl.constexpr(HEADER)
 _RECORD: tl.constexpr = tl.constexpr(RECORD)
@@ -63,7 +64,8 @@ def _launch(
 ) -> None:
     batch = q_offsets.shape[0] - 1
     with torch.cuda.device_of(q_offsets):
-        tile_list_kernel[(max(1, triton.cdiv(batch, SEQUENCES)), len(sections))](
+        shares = 1 if right is None else SHARES
+        tile_list_kernel[(max(1, triton.cdiv(batch, SEQUENCES)), len(sections), shares)](
             *(tiles, q_offsets, k_offsets, q_rows, k_rows, batch, min(right or 0, 2**30)),
             SECTIONS=sections,
             LIMITED=right is not None,
@@ -108,7 +110,8 @@ def tile_list_kernel(
     TILES, Q_OFFSETS, K_OFFSETS, q_rows, k_rows, batch, right, SECTIONS: tl.constexpr,
     LIMITED: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One section for each second grid index, R sequences a program."""
+    """One section for each second grid index, R sequences a program, every so many-th tile of them
+    for each third index, of which there is one unless LIMITED."""
     begin = 0
     side = 0
     block = 1
@@ -129,7 +132,8 @@ def tile_list_kernel(
     mine = (own + block - 1) // block
     total = 0
     before = tl.zeros([R], tl.int32)
-    for t in range(0, tl.maximum(1, tl.max(mine, 0))):
+    share = tl.program_id(2)
+    for t in range(share, tl.maximum(1, tl.max(mine, 0)), tl.num_programs(2)):
         work = _work(side, t * block, block, own, other, right, LIMITED)
         if LIMITED or t == 0:
             before = tl.zeros([R], tl.int32)
@@ -157,7 +161,7 @@ def tile_list_kernel(
         tl.store(record + 3, other_start, mask=keep)
         tl.store(record + 4, other, mask=keep)
         tl.store(record + 5, b, mask=keep)
-    if tl.program_id(0) == 0:
+    if (tl.program_id(0) == 0) & (share == 0):
         in_use = tl.load(Q_OFFSETS + batch).to(tl.int32)
         if side == 1:
             in_use = tl.load(K_OFFSETS + batch).to(tl.int32)
