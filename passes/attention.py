@@ -166,6 +166,8 @@ def _report(context: Context, site: Plan) -> None:
     details: dict[str, object] = {"mask": ", ".join(kinds) or "none"}
     if match.biases or masks.dense:
         details["bias"] = "relative" if site.table else True
+    if masks.placed.why:
+        details["mask kept as a tensor"] = masks.placed.why
     if match.dropout is not None:
         details["dropout"] = match.dropout_p
     op = f"gem.padded_attention({match.activation})"

@@ -23,6 +23,8 @@ from .places import NUMBERS, Reader, operand_labels
 
 aten = torch.ops.aten
 
+_NO_RULE = "for some lengths it is no window and none of HSTU's masks"
+
 _FLOORED = (aten.floor_divide.default, aten.floor_divide.Scalar)
 _DIVIDED = (aten.div.Tensor_mode, aten.div.Scalar_mode)
 _SHIFTED = (aten.__rshift__.Scalar, aten.bitwise_right_shift.Tensor_Scalar)
@@ -38,6 +40,7 @@ class Placed:
         data, data_labels: the integers that ``rule.history`` adds to.
         literals: what these stand for.
         rest: what the op has no argument for.
+        why: for masks of places among the rest, why they are.
     """
 
     rule: Rule = Rule()
@@ -46,6 +49,7 @@ class Placed:
     data_labels: Labels = ()
     literals: list[Literal] = field(default_factory=list)
     rest: list[Literal] = field(default_factory=list)
+    why: str = ""
 
     @property
     def some(self) -> bool:
@@ -71,8 +75,8 @@ class Placer:
                 found.literals.append(x)
             else:
                 found.rest.append(x)
-        rule, reader = self._rule(found.rest, b, q, k)
-        if rule is not None and reader is not None:
+        rule, reader, _ = self._rule(found.rest, b, q, k)
+        if rule is not None:
             found.rule, found.data, found.data_labels = rule, reader.data, reader.data_labels
             found.literals, found.rest = found.literals + found.rest, []
         else:
@@ -82,27 +86,33 @@ class Placer:
     def _windows(self, found: Placed, b: Label, q: Label, k: Label) -> None:
         """Those of the rest that are windows one by one."""
         for x in list(found.rest):
-            rule, reader = self._rule([x], b, q, k)
-            if rule is not None and reader is not None and reader.data is None:
+            rule, reader, why = self._rule([x], b, q, k)
+            if rule is not None and reader.data is None:
                 found.rule = both(found.rule, rule)
                 found.literals.append(x)
                 found.rest.remove(x)
+            elif reader.seen:
+                found.why = why or _NO_RULE
 
     def _rule(
         self, literals: list[Literal], b: Label, q: Label, k: Label
-    ) -> tuple[Rule | None, Reader | None]:
-        """The rule that all the literals together are, and who read them."""
+    ) -> tuple[Rule | None, Reader, str]:
+        """The rule that all the literals together are, who read them, and why there is none."""
         reader = Reader(q, k)
         try:
             formula = all_of([reader.literal(x) for x in literals])
-        except Unreadable:
-            return None, None
-        if reader.data is not None and not axes_of(reader.data_labels) <= set(b):
-            return None, None
+        except Unreadable as why:
+            return None, reader, str(why)
+        if not axes_of(reader.data_labels) <= set(b):
+            return (
+                None,
+                reader,
+                "places are compared with a tensor of more than the batch",
+            )
         key = tuple(_key(x, q, k) for x in literals)
         if key not in self._known:
             self._known[key] = rule_of(formula, reader.data is not None)
-        return self._known[key], reader
+        return self._known[key], reader, ""
 
 
 def _key(x: Literal, q: Label, k: Label) -> Any:

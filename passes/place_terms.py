@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Unreadable(Exception):
-    """Not a comparison of places."""
+    """Not a comparison of places; the text says why, in a few words."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def all_of(formulas: Iterable[Formula]) -> Formula:
 def number(x: float) -> Term:
     """A whole number."""
     if not float(x).is_integer():
-        raise Unreadable
+        raise Unreadable(f"places are compared with {x:g}")
     n = int(x)
     return Term(lambda p: torch.tensor(n), frozenset([n]), number=n)
 
@@ -117,7 +117,7 @@ def number(x: float) -> Term:
 def from_linear(x: Linear) -> Term:
     """A linear form that is a place, a difference of places or a number."""
     if (x.row, x.column) not in ((0, 0), (1, 0), (0, 1), (1, -1), (-1, 1)):
-        raise Unreadable
+        raise Unreadable("places are added or multiplied")
     if x.row == x.column == 0:
         return number(x.shift)
     return Term(
@@ -133,13 +133,13 @@ def total(a: Term, b: Term) -> Term:
         return b.plus(a.number)
     if b.number is not None:
         return a.plus(b.number)
-    raise Unreadable
+    raise Unreadable("places are added or multiplied")
 
 
 def negative(a: Term) -> Term:
     """-a, of a difference."""
     if not a.difference:
-        raise Unreadable
+        raise Unreadable("places are added or multiplied")
     return Term(lambda p: -a.at(p), frozenset(-x for x in a.offsets), True, None, a.bounds)
 
 
@@ -150,7 +150,7 @@ def difference(a: Term, b: Term) -> Term:
     if a.number is not None and b.difference:
         return negative(b).plus(a.number)
     if a.difference or b.difference:
-        raise Unreadable
+        raise Unreadable("more than two places are compared")
     offsets = frozenset(x - y for x in a.offsets for y in b.offsets)
     return Term(lambda p: a.at(p) - b.at(p), offsets, True, None, a.bounds | b.bounds)
 
@@ -159,7 +159,7 @@ def _merged(at: Callable[[Points], Tensor], terms: list[Term], bounds: frozenset
     """One of the terms, whichever it is: numbers fit both places and differences of them."""
     kinds = {x.difference for x in terms if x.number is None}
     if len(kinds) > 1:
-        raise Unreadable
+        raise Unreadable("more than two places are compared")
     offsets = frozenset().union(*(x.offsets for x in terms))
     bounds = bounds.union(*(x.bounds for x in terms))
     return Term(at, offsets, kinds == {True}, None, bounds)
@@ -182,5 +182,5 @@ def bounds_between(a: Term, b: Term) -> set[int]:
     if a.number is None:
         a, b = b, a
     if a.number is None:
-        raise Unreadable
+        raise Unreadable("the distance of two places is not compared with a constant")
     return {a.number - x for x in b.offsets}

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import Argument
 
-from gemcompile.graph import arguments, is_call, shape, value
+from gemcompile.graph import arguments, is_call, shape, target_name, value
 
 from .axes import Label, Labels, aligned, axes_of, settle, settle_all, through
 from .masks import AND, CASTS, COMPARE, OR, Band, Literal, constant, is_binary, is_negation
@@ -51,13 +51,15 @@ _ARANGE = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 class Reader:
     """Reads formulas over the places along two axes, all with the same integers of sequences.
 
-    ``data`` and ``data_labels`` are that tensor of integers, once one was met.
+    ``data`` and ``data_labels`` are that tensor of integers, once one was met; ``seen`` tells
+    whether any place was.
     """
 
     def __init__(self, row: Label, column: Label) -> None:
         self.row, self.column = row, column
         self.data: Node | None = None
         self.data_labels: Labels = ()
+        self.seen = False
         self._terms: dict[Any, Term] = {}
 
     def literal(self, x: Literal) -> Formula:
@@ -192,7 +194,8 @@ class Reader:
         if is_call(x, aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf):
             test, a, b = self._below(x, 0, labels), operand(x.args[1]), operand(x.args[2])
             return choice(test, a, b)
-        raise Unreadable
+        self.seen = self.seen or _counts(x)
+        raise Unreadable(f"{target_name(x)} is taken of places")
 
     def _clamped(self, x: Node, operand: Callable[[Argument], Term]) -> Term:
         given = arguments(x)
@@ -240,6 +243,7 @@ class Reader:
             return None
         if axis not in (self.row, self.column) or not axis:
             return None
+        self.seen = True
         return Linear(int(axis == self.row), int(axis == self.column), 0)
 
     def _place(self, axis: Label) -> Callable[[Points], Tensor]:
@@ -263,11 +267,11 @@ class Reader:
             shift += number if x.target is aten.add.Tensor else -number
             x = x.args[0]  # type: ignore[assignment]
         if value(x).dtype not in _INTEGERS:
-            raise Unreadable
+            raise Unreadable("places are compared with a tensor of floats")
         if self.data is None:
             self.data, self.data_labels = x, settle_all(labels)
         elif (self.data, self.data_labels) != (x, settle_all(labels)):
-            raise Unreadable
+            raise Unreadable("places are compared with more than one tensor")
         return Term(lambda p: p.data + shift, frozenset([shift]))
 
 
@@ -287,6 +291,18 @@ def _needed_labels(x: Argument, node: Node, labels: Labels) -> Labels:
     if below is None:
         raise Unreadable
     return below
+
+
+def _counts(x: Node) -> bool:
+    """Made from an arange."""
+    seen, stack = {x}, [x]
+    while stack and len(seen) < 50:
+        node = stack.pop()
+        if is_call(node, *_ARANGE):
+            return True
+        stack += [y for y in node.all_input_nodes if y not in seen]
+        seen.update(stack)
+    return False
 
 
 def _linear_parts(x: Node) -> list[tuple[Argument, int]] | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import attention_near_misses  # noqa: F401 (fills DECLINED)
 import attention_spellings as spellings
+import attention_spellings_places as places
 import attention_spellings_wider as wider
 import pytest
 import sympy
 import torch
-from attention_helpers import Rewritten, results
+from attention_helpers import Rewritten, only_site, results
 from torch.fx import GraphModule
 
 from gemcompile.passes.axes import expression
@@ -24,6 +25,7 @@ UNDEFINED = {
     "grouped_queries_expanded", "one_key_head_for_all", "mask_as_additive_log",
     "multihead_attention", "multihead_attention_weights_dropped", "multihead_attention_causal",
     "sdpa_float_mask", "bias_scaled_with_the_scores", "additive_as_in_bert", "in_place_throughout",
+    "window_added_as_floats",
 }  # fmt: skip
 
 
@@ -32,8 +34,11 @@ def inputs(lengths: list[int], length: int) -> list[torch.Tensor]:
     return [*(torch.randn(shape, requires_grad=True) for _ in range(3)), torch.tensor(lengths)]
 
 
-def as_large_as_scores(gm: GraphModule) -> list[str]:
-    """Values of at least B * H * L * L elements, by their symbolic sizes."""
+def as_large_as_scores(gm: GraphModule, dense: bool = True) -> list[str]:
+    """Values of at least B * H * L * L elements, by their symbolic sizes.
+
+    Without ``dense`` those of L * L elements, too.
+    """
     q = next(
         n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")
         if isinstance(n.meta["val"], torch.Tensor) and n.meta["val"].dim() == 3
@@ -45,7 +50,8 @@ def as_large_as_scores(gm: GraphModule) -> list[str]:
         if isinstance(value, torch.Tensor):
             numel = sympy.prod(expression(s) for s in value.shape)
             heads = sympy.cancel(numel / (batch * length**2))
-            if heads.is_Integer and heads >= spellings.HEADS:
+            square = not dense and sympy.degree(sympy.expand(numel), length) > 1
+            if square or heads.is_Integer and heads >= spellings.HEADS:
                 found.append(node.name)
     return found
 
@@ -57,7 +63,9 @@ def test_spelling_equals_eager_at_all_lengths(name: str) -> None:
     run.report.expect(attention=1)
     assert not run.report.of("attention", "declined")
     assert not run.new_guards
-    assert not as_large_as_scores(run.graph)
+    assert not as_large_as_scores(run.graph, dense=name not in places.PLACED)
+    if name in places.PLACED:
+        assert only_site(run).details == places.PLACED[name]
     run.check(inputs([1, 7, 3, 7], 7))
     if name not in UNDEFINED:
         run.check(inputs([0, 16, 0], 16))
@@ -82,6 +90,18 @@ def test_near_miss_is_declined_with_a_reason(name: str, dynamic: bool) -> None:
     (site,) = run.report.of("attention", "declined")
     assert site.reason.startswith(reason)
     assert site.where.startswith("attention_near_misses.py:")
+
+
+@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "equal sizes"])
+@pytest.mark.parametrize("name", places.DENSE)
+def test_mask_or_bias_that_the_op_has_no_argument_for_stays_a_tensor(
+    name: str, dynamic: bool
+) -> None:
+    fn, details = places.DENSE[name]
+    run = Rewritten(fn, dynamic)
+    run.check(inputs([16, 5, 9], 16) if dynamic else inputs([4, 1, 2, 3], 4))
+    assert only_site(run).status == "rewritten"
+    assert only_site(run).details == details
 
 
 @pytest.mark.parametrize("name", ["masked_fill_inf", "exp_over_sum", "multihead_attention"])
