@@ -91,6 +91,8 @@ def test_kernels_on_drawn_cases(data):
     ),
 )
 def test_no_kernel_waits_for_the_device(case, kernel):
+    if kernel == "reference":
+        pytest.skip("the reference reads the offsets, and runs where no kernel can")
     call = build(case, torch.device("cuda"))
     run(call, kernel, deterministic=False)  # compiles
     torch.cuda.set_sync_debug_mode("error")
