@@ -1,17 +1,13 @@
 """What the tests of the specialised Triton kernels share: interpreting and compiling their cases.
 
-Both happen in a process of their own: TRITON_INTERPRET is read when a kernel is decorated, and a
-failing backend may abort the process.
+Both happen in a process of their own (``own_process``).
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
@@ -28,24 +24,6 @@ SHARED_KIB = {
     Target("hip", "gfx942"): 64,
     Target("hip", "gfx950"): 160,
 }
-
-
-def run_script(script: str, command: str, tmp_path: Path) -> str:
-    """Output of ``script command``; fails with it where the script does."""
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here.parent), str(here), *sys.path])
-    environment = {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)}
-    if command == "interpret":
-        environment["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(
-        [sys.executable, script, command],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-    return done.stdout
 
 
 def interpret(kernel: str, cases: Iterable[Case]) -> None:

@@ -5,9 +5,6 @@ Run as a script, this file is the process of its own that compiles.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from kernel_cases import Case, build, check, forced, run
+from own_process import run_script
 
 import gemcompile.lowering  # noqa: F401  (registers the kernels)
 from gemcompile.ops import kernels
@@ -210,20 +208,6 @@ def test_preferred_to_the_portable_kernel():
         assert names.index("hopper") < names.index("triton")
 
 
-def run_myself(tmp_path: Path) -> str:
-    path = os.pathsep.join([str(HERE.parent), str(HERE), *sys.path])
-    environment = {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, __file__],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-    return done.stdout
-
-
 def needs_its_triton() -> None:
     import triton
 
@@ -233,7 +217,7 @@ def needs_its_triton() -> None:
 
 def test_compile_for_sm_90_without_a_device(tmp_path):
     needs_its_triton()
-    output = run_myself(tmp_path)
+    output = run_script(__file__, cache=tmp_path)
     for kernel in (
         *("forward_kernel 2", "forward_kernel 3", "key_kernel", "query_kernel"),
         *("prepare_kernel", "one_pass_kernel", "finish_kernel"),

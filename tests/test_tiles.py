@@ -5,22 +5,18 @@ Run as a script, under TRITON_INTERPRET=1, this file compares the two on CPU.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import old_numpy
+from own_process import run_script
 from torch import Tensor
 
 from gemcompile.ops.tiles import KEYS, SECTIONS, _reference, section_ends
 
-HERE = Path(__file__).parent
 ODD = (0, 1, 37, 64, 65, 127, 128, 129, 700, 0, 259, 0)
 ODD_KEYS = (77, 0, 256, 100, 193, 300, 128, 63, 1, 64, 31, 0)
 BATCHES = ((ODD, ODD), (ODD, ODD_KEYS), (ODD_KEYS * 3, ODD * 3), ((0,), (4,)), ((), ()))
@@ -104,16 +100,7 @@ def test_the_op_says_its_size_without_running():
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs the triton package")
 @old_numpy
 def test_the_devices_list_under_the_interpreter(tmp_path):
-    path = os.pathsep.join([str(HERE.parent), str(HERE), *sys.path])
-    environment = {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, __file__],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.stdout == "equal\n", done.stderr[-3000:]
+    assert run_script(__file__, cache=tmp_path, interpret=True) == "equal\n"
 
 
 @pytest.mark.cuda
