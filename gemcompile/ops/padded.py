@@ -7,7 +7,7 @@ EliminatePadding may replace it by a truly jagged call before that.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 import torch.nn.functional as F
@@ -80,6 +80,7 @@ def padded_attention(
     if q.is_cuda and a.softmax and plain and not (a.window or a.block or a.history):
         out = _torch_attention(q, k, v, key_mask, scale, causal)
     else:
+        a = replace(a, tiles=_tiles(a))
         values = [getattr(a, f.name) for f in fields(a)]
         packed, _ = torch.ops.gem.jagged_attention(*values)
         out = packed.unflatten(0, q.shape[:2])
@@ -132,18 +133,14 @@ def _regular(
 ) -> AttentionArgs:
     """The jagged op's arguments for sequences that all have the full length."""
     (batch, lq), lk = q.shape[:2], k.shape[1]
-    ends = _regular_offsets(batch, lq, q.device), _regular_offsets(batch, lk, q.device)
-    tiles = None
-    if q.is_cuda:  # AOTAutograd merges those of equal layers
-        sizes = batch * lq, batch * lk
-        tiles = torch.ops.gem.attention_tiles(*ends, *sizes, causal, left, right)
     if bias is not None and bias.dim() == 4:
         bias = bias.expand(-1, -1, lq, lk)
     return AttentionArgs(
         q.flatten(0, 1),
         k.flatten(0, 1),
         v.flatten(0, 1),
-        *ends,
+        _regular_offsets(batch, lq, q.device),
+        _regular_offsets(batch, lk, q.device),
         None if key_mask is None else key_mask.flatten(),
         None,
         None,
@@ -161,8 +158,17 @@ def _regular(
         block,
         None if history is None else lk - history,
         _everywhere(contextual, batch, q.device) if contextual else None,
-        tiles,
     )
+
+
+def _tiles(a: AttentionArgs) -> Tensor | None:
+    """The list that GPU kernels walk; AOTAutograd merges those of equal layers."""
+    if not a.q.is_cuda:
+        return None
+    rows = a.q.shape[0], a.k.shape[0]
+    mask = a.causal, a.window_left, a.window_right
+    tiles: Tensor = torch.ops.gem.attention_tiles(a.q_offsets, a.k_offsets, *rows, *mask)
+    return tiles
 
 
 def _regular_offsets(batch: int, length: int, device: torch.device) -> Tensor:
