@@ -16,9 +16,11 @@ import triton
 from torch import Tensor
 
 from gemcompile.ops.attention_args import AttentionArgs, AttentionRequest
-from gemcompile.ops.kernels import Kernel, kernels_of, register
+from gemcompile.ops.kernels import Kernel, named, register
 from gemcompile.ops.tiles import KEYS, QUERIES
 from gemcompile.target import Target
+
+from .tile_lists import tiles_for
 
 TRITON = "3.6"  # Gluon still changes from release to release
 DTYPES = (torch.bfloat16, torch.float16)
@@ -28,9 +30,9 @@ ACTIVATIONS = ("softmax", "gelu", "gelu_tanh", "silu")
 if triton.__version__.startswith(TRITON + "."):
     from .attention_hopper_backward import key_kernel, query_kernel
     from .attention_hopper_forward import forward_kernel
-    from .attention_hopper_one_pass import finish_kernel, one_pass_kernel, prepare_kernel
+    from .attention_hopper_one_pass import one_pass_kernel
+    from .hopper_query_sums import finish_kernel, prepare_kernel
     from .hopper_tiles import MAX_ROWS, ROWS, descriptor
-    from .tile_lists import tiles_for
 
 # Whatever else a request may ask for, now or in later releases, is refused.
 KNOWN = (
@@ -61,7 +63,7 @@ def supports(target: Target, request: AttentionRequest) -> str | None:
 
 def forward(a: AttentionArgs) -> tuple[Tensor, Tensor]:
     if not _usual(a):
-        return _portable("jagged_attention").run(a)  # type: ignore[no-any-return]
+        return named("jagged_attention", "triton").run(a)  # type: ignore[no-any-return]
     total, heads, dim = a.q.shape
     groups, stages = forward_tiling(total, _batch(a))
     out = a.q.new_empty(total, heads, dim)
@@ -87,7 +89,7 @@ def backward(
     dout: Tensor, a: AttentionArgs, out: Tensor, lse: Tensor, bias_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not _usual(a):
-        portable = _portable("jagged_attention_backward")
+        portable = named("jagged_attention_backward", "triton")
         return portable.run(dout, a, out, lse, bias_grad)  # type: ignore[no-any-return]
     gradients = tuple(x.new_empty(x.shape) for x in (a.q, a.k, a.v))
     run = _one_pass if one_pass_pays(a) else _two_passes
@@ -157,10 +159,6 @@ def _usual(a: AttentionArgs) -> bool:
     """False for what the kernels have no words for: nothing to do, odd scales, too many rows."""
     some = a.q.shape[0] > 0 and a.k.shape[0] > 0 and _batch(a) > 0
     return some and 0.0 < a.scale < 1e6 and max(a.q.shape[0], a.k.shape[0]) < MAX_ROWS
-
-
-def _portable(op: str) -> Kernel:
-    return next(kernel for kernel in kernels_of(op) if kernel.name == "triton")
 
 
 def _batch(a: AttentionArgs) -> int:

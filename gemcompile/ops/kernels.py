@@ -55,6 +55,11 @@ def kernels_of(op: str) -> tuple[Kernel, ...]:
     return tuple(_KERNELS.get(op, ()))
 
 
+def named(op: str, name: str) -> Kernel:
+    """The op's kernel of this name, for a kernel that leaves a call to another."""
+    return next(kernel for kernel in kernels_of(op) if kernel.name == name)
+
+
 def choose(op: str, target: Target, request: Hashable) -> Kernel:
     """The kernel to run; raises RuntimeError when the one named by GEM_KERNEL cannot."""
     return _choose(op, target, request, os.environ.get(FORCE))
