@@ -14,34 +14,34 @@ import torch
 import triton
 from torch import Tensor
 
-from gemcompile.ops.activations import BUILT_IN, ELEMENTWISE
 from gemcompile.ops.attention_args import AttentionArgs, AttentionRequest
-from gemcompile.ops.dropout import drop_threshold, keep_scale
 from gemcompile.ops.kernels import Kernel, register
 from gemcompile.ops.tiles import KEYS, QUERIES
 from gemcompile.target import Target
 
 from .attention_triton_backward import key_kernel, query_kernel
 from .attention_triton_forward import forward_kernel
+from .attention_triton_launch import (
+    HALF,
+    constants,
+    numbers,
+    optional_inputs,
+    refusal,
+    strides,
+    unit_stride,
+    window,
+)
 from .bias_gradient import STEEPEST, in_bias_type, units_in_one
 from .tile_lists import tiles_for
-from .tuning import Tiling, padded_dim, tiling
+from .tuning import Tiling, tiling
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DTYPES = (*HALF, torch.float32)
 
 
 def supports(target: Target, request: AttentionRequest) -> str | None:
-    if target.device == "cpu" and not triton.knobs.runtime.interpret:
-        return "Triton runs on a CPU only under TRITON_INTERPRET=1"
-    if request.dtype not in _DTYPES:
-        return f"it computes in float16, bfloat16 and float32, not {request.dtype}"
-    if request.activation not in BUILT_IN and ELEMENTWISE[request.activation].kernel is None:
-        return f"activation {request.activation!r} was registered without a Triton function"
     if request.deterministic and request.bias_grad and request.activation not in STEEPEST:
         return f"the slope of {request.activation} has no bound, which the gradient of a bias needs"
-    if max(request.head_dim, request.value_dim) > 256:
-        return f"head dimension {max(request.head_dim, request.value_dim)} is above 256"
-    return None
+    return refusal(target, request, DTYPES)
 
 
 def forward(a: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ def backward(
     dout: Tensor, a: AttentionArgs, out: Tensor, lse: Tensor, bias_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     a = _unit_strides(a)
-    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    dout = unit_stride(dout)
     dq, dk, dv = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (a.q, a.k, a.v)
     )
@@ -85,9 +85,8 @@ def _launch_forward(a: AttentionArgs, out: Tensor, lse: Tensor, tiles: Tiling) -
     forward_kernel[grid](
         *(a.q, a.k, a.v, out, lse),
         *_inputs(a),
-        *_strides(a.q, a.k, a.v),
+        *strides(a.q, a.k, a.v),
         *_bias_strides(a.bias),
-        *(_row_stride(a.out_scale), *_window(a)),
         *_numbers(a),
         *(work, a.q.shape[0]),
         **_constants(a, tiles),
@@ -112,10 +111,9 @@ def _launch_query(
         *(a.q, a.k, a.v, out, dout, lse, delta, dq),
         *(_bias_start(dbias) if wants else dbias, per_unit),
         *_inputs(a),
-        *_strides(a.q, a.k, a.v, dout),
+        *strides(a.q, a.k, a.v, dout),
         *_bias_strides(a.bias),
         *_bias_strides(dbias if wants else None),
-        *(_row_stride(a.out_scale), *_window(a)),
         *_numbers(a),
         *(work, a.q.shape[0]),
         **_constants(a, tiles),
@@ -137,9 +135,8 @@ def _launch_key(
     key_kernel[grid](
         *(a.q, a.k, a.v, dout, lse, delta, dk, dv),
         *_inputs(a),
-        *_strides(a.q, a.k, a.v, dout),
+        *strides(a.q, a.k, a.v, dout),
         *_bias_strides(a.bias),
-        *(_row_stride(a.out_scale), *_window(a)),
         *_numbers(a),
         *(work, a.k.shape[0]),
         **_constants(a, tiles),
@@ -147,10 +144,9 @@ def _launch_key(
 
 
 def _unit_strides(a: AttentionArgs) -> AttentionArgs:
-    """The kernels take any strides but in the head dimension, where they want 1."""
     if all(x.stride(-1) == 1 for x in (a.q, a.k, a.v)):
         return a
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (a.q, a.k, a.v))
+    q, k, v = (unit_stride(x) for x in (a.q, a.k, a.v))
     return replace(a, q=q, k=k, v=v)
 
 
@@ -163,11 +159,10 @@ def _work(a: AttentionArgs, side: int, block: int) -> tuple[Tensor, tuple[int]]:
 
 def _inputs(a: AttentionArgs) -> tuple[Tensor, ...]:
     """The optional inputs; q stands in for those that are absent and never read."""
-    mask = None if a.key_mask is None else a.key_mask.contiguous().view(torch.uint8)
+    mask, scale, seed = optional_inputs(a)
     bias = None if a.bias is None else _bias_start(a.bias)
-    optional = (mask, a.q_positions, a.k_positions, bias, a.out_scale, a.dropout_seed)
-    present = (a.q if x is None else x for x in optional)
-    return *present, *_history(a)
+    placed = (a.q if x is None else x for x in (a.q_positions, a.k_positions, bias))
+    return mask, *placed, scale, seed, *_history(a)
 
 
 def _history(a: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -180,17 +175,6 @@ def _history(a: AttentionArgs) -> tuple[Tensor, Tensor]:
         nothing if a.num_targets is None else counts[0],
         nothing if a.num_contextual is None else counts[-1],
     )
-
-
-def _window(a: AttentionArgs) -> tuple[int, int]:
-    """(left, right); no place is as far as a side without limit reaches."""
-    left, right = (2**30 if side < 0 else side for side in (a.window_left, a.window_right))
-    return left, right
-
-
-def _strides(*tensors: Tensor) -> list[int]:
-    """(row, head) strides of each."""
-    return [stride for x in tensors for stride in x.stride()[:2]]
 
 
 def _bias_start(bias: Tensor) -> Tensor:
@@ -208,43 +192,24 @@ def _bias_strides(bias: Tensor | None) -> tuple[int, ...]:
     return *shared, bias.stride(2), bias.stride(3)
 
 
-def _row_stride(out_scale: Tensor | None) -> int:
-    return 0 if out_scale is None or out_scale.numel() == 1 else out_scale.stride(0)
-
-
-def _numbers(a: AttentionArgs) -> tuple[float, int, float]:
-    return a.scale, drop_threshold(a.dropout_p), keep_scale(a.dropout_p)
-
-
-def activation_constant(name: str) -> Any:
-    """What a kernel is told: a name that it knows, or a user's Triton function."""
-    return name if name in BUILT_IN else ELEMENTWISE[name].kernel
+def _numbers(a: AttentionArgs) -> tuple[float, ...]:
+    """``numbers`` with (left, right) behind the stride, as these kernels take them."""
+    stride, *rest = numbers(a)
+    return stride, *window(a), *rest
 
 
 def _constants(a: AttentionArgs, tiles: Tiling) -> dict[str, Any]:
     """The compile-time arguments and launch options."""
-    heads, dim, value_dim = a.q.shape[1], a.q.shape[2], a.v.shape[2]
-    return dict(
-        H=heads,
-        GROUP=heads // a.k.shape[1],
-        D=dim,
-        DV=value_dim,
-        BLOCK_D=padded_dim(dim),
-        BLOCK_DV=padded_dim(value_dim),
+    return constants(a) | dict(
         BM=tiles.BM,
         BN=tiles.BN,
-        ACT=activation_constant(a.activation),
-        CAUSAL=a.causal,
         WINDOW=a.window,
         BLOCK=a.block,
         HISTORY=a.history,
         RELATIVE=a.relative,
-        HAS_KEY_MASK=a.key_mask is not None,
         HAS_Q_POSITIONS=a.q_positions is not None,
         HAS_K_POSITIONS=a.k_positions is not None,
         HAS_BIAS=a.bias is not None,
-        HAS_OUT_SCALE=a.out_scale is not None,
-        DROPOUT=a.dropout_p > 0.0,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

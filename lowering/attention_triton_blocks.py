@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from gemcompile.ops.attention_args import AttentionArgs, AttentionRequest
-from gemcompile.ops.kernels import Kernel, kernels_of, register
+from gemcompile.ops.kernels import Kernel, named, register
 from gemcompile.ops.tiles import KEYS, QUERIES
 from gemcompile.target import Target
 
@@ -32,6 +32,7 @@ from .attention_triton_launch import (
     shared_kib,
     strides,
     unit_stride,
+    window,
 )
 from .tile_lists import tiles_for
 from .tuning import padded_dim
@@ -82,7 +83,7 @@ def forward(a: AttentionArgs) -> tuple[Tensor, Tensor]:
     target = Target.of(a.q.device)
     tiles = tiling("forward", a, target)
     if tiles is None or not _batch(a):
-        return _next("jagged_attention").run(a)  # type: ignore[no-any-return]
+        return named("jagged_attention", "triton").run(a)  # type: ignore[no-any-return]
     q, k, v = (unit_stride(x) for x in (a.q, a.k, a.v))
     total, heads = q.shape[:2]
     out = q.new_empty(total, heads, v.shape[2])
@@ -95,7 +96,7 @@ def forward(a: AttentionArgs) -> tuple[Tensor, Tensor]:
             *(out, lse, tiles_for(a, QUERIES, tiles.span)),
             *(a.q_offsets, *optional_inputs(a)),
             *strides(q, k, v),
-            *_window(a),
+            *window(a),
             *numbers(a),
             *(_batch(a), listed, heads_each, TAIL_PROGRAMS, total),
             **_constants(a, tiles),
@@ -110,7 +111,7 @@ def backward(
     target = Target.of(a.q.device)
     tiles = tiling("backward", a, target)
     if tiles is None or not _batch(a):
-        following = _next("jagged_attention_backward")
+        following = named("jagged_attention_backward", "triton")
         return following.run(dout, a, out, lse, bias_grad)  # type: ignore[no-any-return]
     q, k, v, dout = (unit_stride(x) for x in (a.q, a.k, a.v, dout))
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
@@ -127,17 +128,13 @@ def backward(
             tiles_for(a, KEYS, tiles.span),
             *(a.q_offsets, a.k_offsets, *optional_inputs(a)),
             *strides(q, k, v, dout),
-            *_window(a),
+            *window(a),
             *numbers(a),
             *(_batch(a), listed, heads_each, TAIL_PROGRAMS, q.shape[0], k.shape[0]),
             **_constants(a, tiles),
             TMA=tma,
         )
     return dq, dk, dv, q.new_empty(0)
-
-
-def _next(op: str) -> Kernel:
-    return next(kernel for kernel in kernels_of(op) if kernel.name == "triton")
 
 
 def _batch(a: AttentionArgs) -> int:
@@ -151,11 +148,6 @@ def _grid(a: AttentionArgs, rows: int, tiles: Tiling) -> tuple[int, tuple[int, i
     wanted = 16 * multiprocessors(a.q.device)
     heads_each = kv_heads if listed >= wanted else 1
     return listed, (listed + TAIL_PROGRAMS, triton.cdiv(kv_heads, heads_each)), heads_each
-
-
-def _window(a: AttentionArgs) -> tuple[int, int]:
-    left, right = (2**30 if side < 0 else side for side in (a.window_left, a.window_right))
-    return left, right
 
 
 def _constants(a: AttentionArgs, tiles: Tiling) -> dict[str, Any]:

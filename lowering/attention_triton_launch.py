@@ -1,4 +1,4 @@
-"""What launching the kernels for short queries and for blocks has in common."""
+"""What launching the portable Triton kernels of jagged attention has in common."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ from .tuning import padded_dim
 
 MAX_ROWS = 2**30  # of a tensor, for a descriptor
 TAIL_PROGRAMS = 64  # that zero the rows past the last offset
-_DTYPES = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 
 
-def refusal(target: Target, request: AttentionRequest) -> str | None:
-    """Why neither kernel can run, whatever the masks; None where one may."""
+def refusal(
+    target: Target, request: AttentionRequest, dtypes: tuple[torch.dtype, ...] = HALF
+) -> str | None:
+    """Why a kernel of ``dtypes`` cannot run, whatever the masks; None where it may."""
     interpreted = bool(triton.knobs.runtime.interpret)
     if target.device == "cpu" and not interpreted:
         return "Triton runs on a CPU only under TRITON_INTERPRET=1"
-    if request.dtype not in _DTYPES and not (interpreted and request.dtype is torch.float32):
-        return f"it computes in float16 and bfloat16, not {request.dtype}"
+    if request.dtype not in dtypes and not (interpreted and request.dtype is torch.float32):
+        *names, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        return f"it computes in {', '.join(names)} and {last}, not {request.dtype}"
     if request.activation not in BUILT_IN and ELEMENTWISE[request.activation].kernel is None:
         return f"activation {request.activation!r} was registered without a Triton function"
     if max(request.head_dim, request.value_dim) > 256:
@@ -72,6 +75,12 @@ def optional_inputs(a: AttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
     return mask, scale, seed
 
 
+def window(a: AttentionArgs) -> tuple[int, int]:
+    """(left, right); no place is as far as a side without limit reaches."""
+    left, right = (2**30 if side < 0 else side for side in (a.window_left, a.window_right))
+    return left, right
+
+
 def numbers(a: AttentionArgs) -> tuple[int, float, int, float]:
     """(row stride of out_scale, scale, threshold of dropout, factor on what is kept)."""
     one = a.out_scale is None or a.out_scale.numel() == 1
@@ -80,7 +89,7 @@ def numbers(a: AttentionArgs) -> tuple[int, float, int, float]:
 
 
 def constants(a: AttentionArgs) -> dict[str, Any]:
-    """Compile-time arguments that both kernels have."""
+    """Compile-time arguments that all of these kernels have."""
     return {
         "H": a.q.shape[1],
         "GROUP": a.q.shape[1] // a.k.shape[1],

@@ -5,7 +5,6 @@ Portable Triton; backward is one sweep over the keys, where others take two and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,22 +34,12 @@ from .attention_triton_short_kernels import (
     forward_kernel,
     order_kernel,
 )
-from .tuning import padded_dim
+from .tuning import Tiling, padded_dim
 
 SMALLEST_CHUNK = 512  # keys; less is not worth a program of its own
 MOST_CHUNKS = 64
 _WIDE_KIB = 208  # of shared memory, for head dimension 256
 _REFUSED = ("bias", "window", "block", "history")
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """Tile sizes (BM: queries of a whole group of heads) and launch options."""
-
-    BM: int
-    BN: int
-    num_warps: int
-    num_stages: int
 
 
 def supports(target: Target, request: AttentionRequest) -> str | None:
@@ -68,7 +57,10 @@ def supports(target: Target, request: AttentionRequest) -> str | None:
 
 
 def tiling(kind: str, a: AttentionArgs, target: Target) -> Tiling:
-    """For the "forward" or "backward" kernel, chosen by measurement on an H200."""
+    """For the "forward" or "backward" kernel, chosen by measurement on an H200.
+
+    BM holds the queries of a whole group of heads.
+    """
     group = a.q.shape[1] // a.k.shape[1]
     rows = max(16, int(triton.next_power_of_2(group * max(1, a.max_q))))
     width = padded_dim(a.q.shape[2]) + padded_dim(a.v.shape[2])
