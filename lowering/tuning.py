@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -89,7 +89,7 @@ def tiling(kind: str, a: AttentionArgs, run: Callable[[Tiling], object] | None =
         return known[key]
     if run is not None and searching(a.q.device):
         known[key] = search(candidates(kind, a.q.dtype, width, target), run)
-        save(target, known)
+        save(target, {key: known[key]})
         return known[key]
     return rule(kind, a.q.dtype, width, target)
 
@@ -117,16 +117,17 @@ def search(tilings: list[Tiling], run: Callable[[Tiling], object]) -> Tiling:
 @lru_cache
 def choices(target: Target) -> dict[str, Tiling]:
     """Known choices by key: the user's own before the shipped ones."""
-    found: dict[str, Tiling] = {}
-    for path in _files(target):
-        if path.is_file():
-            found |= {key: Tiling(*x) for key, x in json.loads(path.read_text()).items()}
-    return found
+    shipped, own = _files(target)
+    return _read(shipped) | _read(own)
 
 
-def save(target: Target, known: dict[str, Tiling]) -> None:
-    """Keeps the choices for later processes; does without where the folder cannot be written."""
-    *_, own = _files(target)
+def save(target: Target, searched: dict[str, Tiling]) -> None:
+    """Adds choices to the user's own file; does without where the folder cannot be written.
+
+    Shipped choices stay out of it: there they would hide those of a newer package.
+    """
+    _, own = _files(target)
+    known = _read(own) | searched
     lines = {key: list(astuple(tiles)) for key, tiles in sorted(known.items())}
     try:
         own.parent.mkdir(parents=True, exist_ok=True)
@@ -137,8 +138,14 @@ def save(target: Target, known: dict[str, Tiling]) -> None:
         pass
 
 
-def _files(target: Target) -> Iterator[Path]:
+def _read(path: Path) -> dict[str, Tiling]:
+    if not path.is_file():
+        return {}
+    return {key: Tiling(*x) for key, x in json.loads(path.read_text()).items()}
+
+
+def _files(target: Target) -> tuple[Path, Path]:
+    """Where the shipped choices are, and the user's own."""
     name = f"{target.device}_{target.arch}.json"
-    yield _SHIPPED / name
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    yield cache / "gemcompile" / f"tiles-{triton.__version__}" / name
+    return _SHIPPED / name, cache / "gemcompile" / f"tiles-{triton.__version__}" / name

@@ -87,6 +87,24 @@ def test_a_search_happens_once_and_is_kept_for_later_processes(
     assert len(asked) == 1
 
 
+def test_only_what_was_searched_is_kept(user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a shipped choice would hide the one that a newer package ships."""
+    as_if(monkeypatch, HOPPER, searching=True)
+    monkeypatch.setattr(tuning, "search", lambda tilings, run: Tiling(32, 64, 4, 1))
+    shipped = user_folder / "shipped" / "cuda_90.json"
+    shipped.parent.mkdir()
+    forward, query, key = (tuning.key_of(kind, CALL) for kind in ("forward", "query", "key"))
+    shipped.write_text(json.dumps({forward: [128, 32, 8, 2]}))
+    tuning.tiling("query", CALL, never)
+    tuning.choices.cache_clear()  # as a new process, whose package ships something else
+    shipped.write_text(json.dumps({forward: [64, 32, 4, 1], query: [16, 16, 4, 1]}))
+    tuning.tiling("key", CALL, never)
+    (own,) = (user_folder / "gemcompile").rglob("*.json")
+    assert set(json.loads(own.read_text())) == {query, key}
+    assert tuning.tiling("forward", CALL, never) == Tiling(64, 32, 4, 1)
+    assert tuning.tiling("query", CALL, never) == Tiling(32, 64, 4, 1)
+
+
 def test_without_being_asked_the_rule_decides(
     user_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
