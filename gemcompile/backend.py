@@ -50,6 +50,17 @@ def gem(
     patches = _patches(mode, chosen)
     if disabled():
         return _inductor(gm, example_inputs, patches)
+    return compile_graph(gm, example_inputs, chosen, manager, patches)
+
+
+def compile_graph(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    chosen: Options,
+    manager: PassManager,
+    patches: dict[str, Any],
+) -> Compiled:
+    """Compile one graph with the passes of ``manager``, and publish its report."""
     report = Report(graphs=1)
     context = Context(_target(example_inputs), chosen, report, example_inputs)
     context.cause, context.cure = leaving_cause(gm)
@@ -88,16 +99,31 @@ def pipeline(options: Options) -> PassManager:
 
 
 def _rewrite(gm: GraphModule, manager: PassManager, context: Context) -> GraphModule:
-    """Capture, and run the forward passes on the result."""
-    aten = capture(gm, context.example_inputs)
-    check = Verifier(gm, context) if context.options.verify else None
-    if check:
-        check("capture", aten)
-    padded = forward_flops(aten)
-    manager.run(aten, context, check)
-    if context.prologue:
-        context.report.add_work(padded, forward_flops(aten, context.prologue))
-    return aten
+    """Capture, and run the forward passes on the result.
+
+    Unless ``strict``, a pass that fails is left out, and all begins again on a fresh graph.
+    """
+    failed: list[PassError] = []
+    while True:
+        aten = capture(gm, context.example_inputs)
+        check = Verifier(gm, context) if context.options.verify else None
+        if check:
+            check("capture", aten)
+        padded = forward_flops(aten)
+        try:
+            manager.run(aten, context, check)
+        except PassError as e:
+            if context.options.strict:
+                raise
+            failed.append(e)
+            manager = manager.without(e.culprit)
+            context.start_over()
+            continue
+        for e in failed:
+            context.report.add("graph", "declined", f"pass {e.culprit}", e.reason)
+        if context.prologue:
+            context.report.add_work(padded, forward_flops(aten, context.prologue))
+        return aten
 
 
 def _target(example_inputs: Sequence[Any]) -> Target:
@@ -132,7 +158,7 @@ def _fall_back(
 ) -> Compiled:
     """Plain Inductor, with the reason in the report."""
     reason = str(error)
-    if not isinstance(error, (CaptureDeclined, PassError)):
+    if not isinstance(error, CaptureDeclined):
         reason = f"{type(error).__name__}: {error}"
     log.warning("gem compiles this graph with plain Inductor because %s", reason)
     context.report.sites.clear()

@@ -81,6 +81,11 @@ def _type(value: Any) -> str:
     return "" if value is None else " : sym" if isinstance(value, torch.SymInt) else ""
 
 
+def describe(value: Any) -> str:
+    """The type of a value as `text` writes it: "f32[s0, 16]"; "nothing" for None."""
+    return _type(value).removeprefix(" : ") or ("nothing" if value is None else str(value))
+
+
 def value(n: Argument) -> Any:
     """The fake value of a node, or the argument itself."""
     return n.meta.get("val") if isinstance(n, Node) else n

@@ -6,16 +6,19 @@ import hashlib
 import inspect
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 import torch
-from torch.fx import GraphModule, Node
+from torch._dynamo.exc import RestartAnalysis
+from torch.fx import GraphModule
 
 from . import graph
+from .graph_checks import Boundary, BrokenGraph, check_metadata
 from .report import PassRecord, Report
 from .target import Target
 
@@ -27,7 +30,42 @@ log = logging.getLogger("gemcompile.passes")
 
 
 class PassError(RuntimeError):
-    """A pass failed, or left the graph broken; the message names it and what ran before."""
+    """A pass failed, or left the graph broken.
+
+    The message names it and what ran before, and holds its traceback and the graph before it.
+
+    Attributes:
+        reason: the message's first line, a clause fit to follow "declined because".
+        culprit: the pass's name.
+        before: the text of the graph before the pass; the message shortens it.
+    """
+
+    def __init__(self, reason: str, culprit: str, before: str, story: str = "") -> None:
+        super().__init__(f"{reason}\n{story}\nthe graph before {culprit}:\n{_shortened(before)}")
+        self.reason, self.culprit, self.before = reason, culprit, before
+
+
+def _what(error: Exception) -> str:
+    first = (str(error) or "no message").splitlines()[0]
+    return first if isinstance(error, BrokenGraph) else f"{type(error).__name__}: {first}"
+
+
+def _traceback(error: Exception) -> str:
+    """The error's traceback from the pass inwards; of a check, it would tell nothing."""
+    if isinstance(error, BrokenGraph):
+        return ""
+    trace = error.__traceback__
+    while trace and trace.tb_next and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return "\n" + "".join(traceback.format_exception(type(error), error, trace))
+
+
+def _shortened(text: str, most: int = 200) -> str:
+    lines = text.splitlines()
+    rest = len(lines) - most
+    if rest <= 0:
+        return text
+    return "\n".join([*lines[:most], f"... {rest} more lines; PassError.before holds all of them"])
 
 
 class OrderError(ValueError):
@@ -54,6 +92,15 @@ class Context:
     cause: str = ""
     cure: str = ""
     notes: dict[str, Any] = field(default_factory=dict)
+
+    def start_over(self) -> None:
+        """Forget what passes did to a graph that is thrown away."""
+        if self.prologue:
+            self.prologue.take_guards()
+        self.prologue = None
+        self.notes.clear()
+        self.report.sites.clear()
+        self.report.passes.clear()
 
 
 class Pass:
@@ -161,21 +208,20 @@ class PassManager:
             PassError: a pass raised or left a broken graph.
         """
         total = 0
+        boundary = Boundary(gm)
         before = graph.text(gm)
         for i, p in enumerate(self.passes):
             start = time.perf_counter()
-            old = set(gm.graph.nodes)
             try:
-                changes = p.run(gm, context)
-                if changes:
-                    gm.graph.eliminate_dead_code()
-                    gm.graph.lint()
-                    check_metadata(gm, old)
-                    gm.recompile()
+                changes = _run(p, gm, context, boundary)
+            except RestartAnalysis:  # Dynamo's own way to begin again
+                raise
             except Exception as e:
                 earlier = ", ".join(q.name for q in self.passes[:i]) or "no other pass"
-                what = str(e) if isinstance(e, PassError) else f"{type(e).__name__}: {e}"
-                raise PassError(f"pass {p.name} failed after {earlier}: {what}") from e
+                reason = f"pass {p.name} failed after {earlier}: {_what(e)}"
+                error = PassError(reason, p.name, before, _traceback(e))
+                log.warning("%s", error)
+                raise error from e
             seconds = time.perf_counter() - start
             if changes and check:
                 check(f"pass {p.name}", gm)
@@ -186,23 +232,26 @@ class PassManager:
             before = after
         return total
 
+    def without(self, name: str) -> PassManager:
+        """The same passes but one."""
+        return PassManager([p for p in self.passes if p.name != name])
 
-def check_metadata(gm: GraphModule, old: Collection[Node] = ()) -> None:
-    """What a pass must leave: every value known, and new nodes marked as what they stand among.
 
-    Args:
-        old: the nodes that were there before the pass.
-
-    Raises:
-        PassError: a node without a value, or one amid a checkpointed region that is not marked so
-            (it would be saved instead of recomputed).
-    """
-    for n in gm.graph.nodes:
-        call = f"{n.name} = {graph.target_name(n)}"
-        if isinstance(n.target, torch._ops.OpOverload) and "val" not in n.meta:
-            if n.target._schema.returns and n.users:
-                raise PassError(f"{call} has no value; insert nodes with gemcompile.graph.Editor")
-        if n.op == "call_function" and n not in old and n.all_input_nodes:
-            around = {m.meta.get("ac_graph_id") for m in (*n.all_input_nodes, *n.users)}
-            if len(around) == 1 and around != {n.meta.get("ac_graph_id")} and around != {None}:
-                raise PassError(f"{call} lost its checkpoint mark; insert nodes with an Editor")
+def _run(p: Pass, gm: GraphModule, context: Context, boundary: Boundary) -> int:
+    """Run one pass, clean up behind it, and check what it left."""
+    old = set(gm.graph.nodes)
+    changes = p.run(gm, context)
+    if not isinstance(changes, int):
+        raise BrokenGraph(
+            f"its run() returned {changes!r} instead of the number of changes that it made"
+        )
+    if changes or set(gm.graph.nodes) != old:
+        try:
+            gm.graph.lint()
+        except RuntimeError as e:
+            raise BrokenGraph(f"it left the graph out of order: {str(e).splitlines()[0]}") from e
+        gm.graph.eliminate_dead_code()
+        check_metadata(gm, old)
+        boundary.check(gm, len(context.prologue.fakes) if context.prologue else 0)
+        gm.recompile()
+    return changes
