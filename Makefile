@@ -1,5 +1,6 @@
 # make demo   train on MovieLens-100K with eager, Inductor and gem, and compare
-# make test   lint, types and every test
+# make test   lint, types, documentation and every test
+# make docs   the documentation, in build/site
 # Each makes its own .venv the first time and leaves it alone afterwards.
 
 PYTHON ?= python3
@@ -8,12 +9,12 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
 
-.PHONY: demo test lint types unit install clean
+.PHONY: demo test lint types docs unit install clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/movielens/train.py $(ARGS)
 
-test: lint types unit
+test: lint types docs unit
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -22,6 +23,9 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 unit: $(STAMP)
 	$(BIN)/pytest --numprocesses 2 --dist worksteal $(ARGS)
 
@@ -29,7 +33,7 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,docs]'
 	touch $@
 
 clean:
