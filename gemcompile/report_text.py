@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 
+from .advice import advise
 from .report import Report, Site
 
 
@@ -11,7 +13,7 @@ def render(report: Report) -> str:
     """The report in a terminal's width."""
     lines = [_headline(report), *_work(report)]
     for title, status in (("rewritten", "rewritten"), ("declined", "declined")):
-        rows = _folded([s for s in report.sites if s.status == status])
+        rows = folded([s for s in report.sites if s.status == status])
         if rows:
             lines += ["", f"{title}"]
             lines += [line for site, n in rows for line in _site(site, n)]
@@ -35,10 +37,11 @@ def _work(report: Report) -> list[str]:
         return []
     useful, padded = report.useful_flops, report.padded_flops
     share = f"{useful / padded:.0%} of the padded model's"
-    return [f"     forward work on the first batch: {_flop(useful)}, {share} {_flop(padded)}"]
+    return [f"     forward work on the first batch: {flop(useful)}, {share} {flop(padded)}"]
 
 
-def _flop(n: int) -> str:
+def flop(n: int) -> str:
+    """ "1.53 TFLOP"."""
     unit, size = next((u, s) for u, s in _UNITS if n >= s or s == 1.0)
     return f"{n / size:.3g} {unit}FLOP"
 
@@ -46,11 +49,18 @@ def _flop(n: int) -> str:
 _UNITS = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0))
 
 
-def _folded(sites: list[Site]) -> list[tuple[Site, int]]:
+def folded(sites: list[Site]) -> list[tuple[Site, int]]:
     """Equal sites of repeated layers and repeated compiles once, with their count."""
     count = Counter((s.kind, s.op, s.reason, s.where) for s in sites)
     first = {(s.kind, s.op, s.reason, s.where): s for s in reversed(sites)}
     return [(first[key], n) for key, n in count.items()]
+
+
+def _advice(site: Site) -> list[str]:
+    """What a declined site could be written as, in a terminal's width."""
+    found = advise(site.reason) if site.status == "declined" else None
+    text = f"write instead: {found.write}" if found else ""
+    return [f"  {'':<10}{line}" for line in textwrap.wrap(text, 86)]
 
 
 def _site(site: Site, n: int) -> list[str]:
@@ -60,6 +70,7 @@ def _site(site: Site, n: int) -> list[str]:
     if site.reason:
         word = "because" if site.status == "declined" else "assuming"
         out.append(f"  {'':<10}{word} {site.reason}")
+        out += _advice(site)
     for key, value in site.details.items():
         out.append(f"  {'':<10}{key.replace('_', ' ')}: {value}")
     return out
