@@ -115,6 +115,7 @@ def _rewrite(gm: GraphModule, manager: PassManager, context: Context) -> GraphMo
         except PassError as e:
             if context.options.strict:
                 raise
+            log.warning("gem goes on without %s: %s", e.culprit, e)
             failed.append(e)
             manager = manager.without(e.culprit)
             context.start_over()

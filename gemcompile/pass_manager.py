@@ -218,10 +218,10 @@ class PassManager:
                 raise
             except Exception as e:
                 earlier = ", ".join(q.name for q in self.passes[:i]) or "no other pass"
-                reason = f"pass {p.name} failed after {earlier}: {_what(e)}"
-                error = PassError(reason, p.name, before, _traceback(e))
-                log.warning("%s", error)
-                raise error from e
+                what, story = _what(e), _traceback(e)
+                raise PassError(
+                    f"pass {p.name} failed after {earlier}: {what}", p.name, before, story
+                ) from e
             seconds = time.perf_counter() - start
             if changes and check:
                 check(f"pass {p.name}", gm)
