@@ -34,11 +34,26 @@ def explain(
     Raises:
         ValueError: an unknown option.
     """
+    return dry_run(model, args, kwargs, Options.parse(options))[0]
+
+
+def dry_run(
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    backward: bool = False,
+) -> tuple[Report, int | None]:
+    """What `explain` does; with ``backward``, the gradient of the outputs' sum is taken, too.
+
+    Returns:
+        The report, and how many parameters and inputs have a gradient; None: no backward ran.
+    """
     from .backend import gem
 
-    chosen = replace(Options.parse(options), inner="eager")
+    chosen = replace(options, inner="eager")
     twin = _twin(model, {})
-    call_args, call_kwargs = pytree.tree_map(_copy, (args, kwargs))
+    call_args, call_kwargs = pytree.tree_map(_copy, (args, dict(kwargs)))
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         return gem(gm, example_inputs, options=chosen)
@@ -46,8 +61,40 @@ def explain(
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with record() as report, torch.random.fork_rng(devices=devices):
         compiled: Any = torch.compile(twin, backend=backend, dynamic=True)
-        compiled(*call_args, **call_kwargs)
-    return report
+        outputs = compiled(*call_args, **call_kwargs)
+        gradients = _backward(outputs) if backward else None
+    return report, gradients
+
+
+def _backward(outputs: Any) -> int | None:
+    """How many parameters and inputs the outputs' sum has gradients for; None: no graph.
+
+    Nothing is added to any ``.grad``: a tensor that the model reaches by a global name is no copy.
+    """
+    roots = [
+        x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor) and x.requires_grad
+    ]
+    if not roots:
+        return None
+    ones = [torch.ones_like(x) for x in roots]
+    found = torch.autograd.grad(roots, _leaves(roots), ones, allow_unused=True)
+    return sum(g is not None for g in found)
+
+
+def _leaves(roots: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The parameters and inputs that the roots were computed from."""
+    leaves = [x for x in roots if x.grad_fn is None]
+    queue: list[Any] = [x.grad_fn for x in roots]
+    seen: set[Any] = {None}
+    while queue:
+        node = queue.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        queue += [child for child, _ in node.next_functions]
+    return leaves
 
 
 def _twin(x: Any, memo: dict[int, Any]) -> Any:
