@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 
 from . import graph
 from .graph_checks import Boundary, BrokenGraph, check_metadata
+from .graph_snapshot import snapshot
 from .report import PassRecord, Report
 from .target import Target
 
@@ -209,7 +210,7 @@ class PassManager:
         """
         total = 0
         boundary = Boundary(gm)
-        before = graph.text(gm)
+        before, nodes_before = graph.text(gm), snapshot(gm)
         for i, p in enumerate(self.passes):
             start = time.perf_counter()
             try:
@@ -225,11 +226,15 @@ class PassManager:
             seconds = time.perf_counter() - start
             if changes and check:
                 check(f"pass {p.name}", gm)
-            after = graph.text(gm) if changes else before
-            context.report.passes.append(PassRecord(p.name, changes, seconds, before, after))
+            after, nodes_after = before, nodes_before
+            if changes:
+                after, nodes_after = graph.text(gm), snapshot(gm, nodes_before)
+            context.report.passes.append(
+                PassRecord(p.name, changes, seconds, before, after, nodes_before, nodes_after)
+            )
             log.debug("%s: %d changes in %.3f s", p.name, changes, seconds)
             total += changes
-            before = after
+            before, nodes_before = after, nodes_after
         return total
 
     def without(self, name: str) -> PassManager:

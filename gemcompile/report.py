@@ -6,9 +6,12 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch.fx import Node
+
+from .graph_snapshot import Snapshot, SnapshotTable, source
 
 KINDS = ("attention", "padding", "rotary", "linear", "collective", "graph")
 
@@ -44,13 +47,21 @@ class Site:
 
 @dataclass
 class PassRecord:
-    """One run of one pass: changes it made, seconds it took, the graph's text before and after."""
+    """One run of one pass: changes it made, seconds it took, the graph before and after.
+
+    Attributes:
+        before, after: the graph as text.
+        nodes_before, nodes_after: its nodes as records, where they were kept; the same object where
+            nothing changed, also from one pass to the next.
+    """
 
     name: str
     changes: int
     seconds: float
     before: str
     after: str
+    nodes_before: Snapshot | None = None
+    nodes_after: Snapshot | None = None
 
 
 @dataclass
@@ -126,12 +137,52 @@ class Report:
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
+        """Plain JSON values.
+
+        ``nodes`` lists every node record once, ``snapshots`` every recorded graph once, as places
+        in ``nodes``; a pass names its two snapshots by ``snapshot_before`` and ``snapshot_after``
+        (None where none was kept).
+        """
+        table = SnapshotTable()
+        ran = []
+        for p in self.passes:
+            plain = {k: getattr(p, k) for k in ("name", "changes", "seconds", "before", "after")}
+            plain["snapshot_before"] = table.add(p.nodes_before)
+            plain["snapshot_after"] = table.add(p.nodes_after)
+            ran.append(plain)
+        counts = ("graphs", "seconds", "padded_flops", "useful_flops")
+        return {
+            "sites": [asdict(s) for s in self.sites],
+            "passes": ran,
+            **{k: getattr(self, k) for k in counts},
+            "nodes": [record.to_dict() for record in table.nodes],
+            "snapshots": table.snapshots,
+        }
 
     def to_json(self) -> str:
         """The whole report as JSON text."""
         return json.dumps(self.to_dict(), indent=1, default=str)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write the report as one page that needs no network and opens from disk.
+
+        Returns:
+            The path written.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        from .report_html import page
+
+        target = Path(path)
+        target.write_text(page(self), encoding="utf-8")
+        return target
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: summary and sites. The graphs are in the page of `to_html`."""
+        from .report_summary import notebook
+
+        return notebook(self)
 
     def __str__(self) -> str:
         from .report_text import render
@@ -141,14 +192,7 @@ class Report:
 
 def source_line(node: Node) -> str:
     """The user's innermost line that made ``node``, as "file.py:41"; torch's frames are skipped."""
-    found = ""
-    for line in (node.meta.get("stack_trace") or "").splitlines():
-        line = line.strip()
-        if line.startswith('File "'):
-            path, _, rest = line[6:].partition('", line ')
-            if "/torch/" not in path or not found:
-                found = f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}"
-    return found
+    return source(node.meta.get("stack_trace") or "")[0]
 
 
 _active: list[Report] = []

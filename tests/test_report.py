@@ -144,7 +144,7 @@ def test_expect_shows_what_was_declined() -> None:
 def test_json(report: Report) -> None:
     found = json.loads(report.to_json())
     assert [s["kind"] for s in found["sites"]] == ["attention", "attention", "padding"]
-    assert set(found["passes"][0]) == {"name", "changes", "seconds", "before", "after"}
+    assert {"name", "changes", "seconds", "before", "after"} <= set(found["passes"][0])
     assert found["graphs"] == 1 and found["seconds"] > 0
 
 
