@@ -6,13 +6,27 @@ model = torch.compile(model, backend="gem")
 
 from __future__ import annotations
 
-from . import ops
+from . import match, ops, testing
 from .backend import gem
 from .explain import explain
 from .options import Options
 from .pass_manager import Pass
 from .report import Report, Site, record
+from .rewrite import Rewrite
 from .target import Target
 
 __version__ = "0.1.0"
-__all__ = ["Options", "Pass", "Report", "Site", "Target", "explain", "gem", "ops", "record"]
+__all__ = [
+    "Options",
+    "Pass",
+    "Report",
+    "Rewrite",
+    "Site",
+    "Target",
+    "explain",
+    "gem",
+    "match",
+    "ops",
+    "record",
+    "testing",
+]

@@ -17,6 +17,7 @@ from . import passes
 from .capture import CaptureDeclined, capture
 from .environment import disabled, echo, leaving_cause
 from .identity import stamped
+from .modes import asks_for_cuda_graphs, inductor_patches
 from .options import Options
 from .pass_manager import Context, PassError, PassManager
 from .report import Report, publish
@@ -42,12 +43,12 @@ def gem(
         options: see `gemcompile.Options`.
 
     Raises:
-        ValueError: an unknown option or value, or passes whose order contradicts itself.
+        ValueError: an unknown mode, option or value, or passes whose order contradicts itself.
         VerifyError: under ``verify=True``, a pass changed a result or gradient.
     """
     chosen = Options.parse(options)
     manager = pipeline(chosen)
-    patches = _patches(mode, chosen)
+    patches = inductor_patches(mode, chosen)
     if disabled():
         return _inductor(gm, example_inputs, patches)
     return compile_graph(gm, example_inputs, chosen, manager, patches)
@@ -86,12 +87,6 @@ def _inductor(gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -
     return cast(Compiled, compiled)
 
 
-def _patches(mode: str | None, options: Options) -> dict[str, Any]:
-    patches = dict(torch._inductor.list_mode_options(mode)) if mode not in (None, "default") else {}
-    patches.update(options.inductor)
-    return patches
-
-
 def pipeline(options: Options) -> PassManager:
     """The forward passes, in order: gem's own and the user's."""
     own = [p for p in passes.forward() if p.numerics == "exact" or options.precision is not None]
@@ -120,8 +115,9 @@ def _rewrite(gm: GraphModule, manager: PassManager, context: Context) -> GraphMo
             manager = manager.without(e.culprit)
             context.start_over()
             continue
-        for e in failed:
-            context.report.add("graph", "declined", f"pass {e.culprit}", e.reason)
+        for failure in failed:
+            op = f"pass {failure.culprit}"
+            context.report.add("graph", "declined", op, failure.reason)
         if context.prologue:
             context.report.add_work(padded, forward_flops(aten, context.prologue))
         return aten
@@ -143,7 +139,7 @@ def _hand_over(
         main: Compiled = rewritten
     else:
         if prologue:
-            if patches.get("triton.cudagraphs"):
+            if asks_for_cuda_graphs(patches):
                 reason = "the number of packed rows changes at every step"
                 context.report.add("graph", "declined", "CUDA graphs", reason)
             patches = {**patches, "triton.cudagraphs": False}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,9 +49,9 @@ class Verifier:
         except Exception as e:
             raise VerifyError(f"{culprit} left a graph that fails: {type(e).__name__}: {e}") from e
         for (name, a), (_, b) in zip(found, self.expected):
-            difference = _difference(a, b)
-            if difference:
-                raise VerifyError(f"{culprit} changed {name}: {difference}")
+            problem = difference(a, b)
+            if problem:
+                raise VerifyError(f"{culprit} changed {name}: {problem}")
 
     def _run(self, gm: GraphModule) -> list[tuple[str, Any]]:
         """Results by name, on copies of the inputs; gradients are those of the sum of squares."""
@@ -60,7 +61,7 @@ class Verifier:
             extra = prologue.extra_inputs(args)[0] if prologue else []
             result = gm(*args, *extra)
             outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-            grads = _gradients(outputs, args)
+            grads = gradients(outputs, args)
         changed = [x.detach() for x in args if isinstance(x, torch.Tensor)]
         return [
             *((f"output {i}", t.detach()) for i, t in enumerate(outputs)),
@@ -69,7 +70,8 @@ class Verifier:
         ]
 
 
-def _gradients(outputs: list[torch.Tensor], args: list[Any]) -> list[torch.Tensor | None]:
+def gradients(outputs: Sequence[torch.Tensor], args: Sequence[Any]) -> list[torch.Tensor | None]:
+    """Gradients of the outputs' sum of squares for those arguments that are leaves with one."""
     leaves = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf]
     losses = [t.float().square().sum() for t in outputs if t.requires_grad]
     if not losses or not leaves:
@@ -92,8 +94,12 @@ def _copy(x: Any) -> Any:
     return x.detach().clone(memory_format=torch.preserve_format).requires_grad_(x.requires_grad)
 
 
-def _difference(a: Any, b: Any) -> str:
-    """What differs between two tensors, or "" where nothing does."""
+def difference(a: Any, b: Any, tolerance: float | None = None) -> str:
+    """What differs between two tensors, or "" where nothing does.
+
+    Args:
+        tolerance: on the norm of the difference beside that of ``b``; by default by dtype.
+    """
     if a is None and b is None:
         return ""
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
@@ -102,13 +108,19 @@ def _difference(a: Any, b: Any) -> str:
         return "" if torch.equal(a, b) else "other values"
     if not b.numel() or torch.equal(a, b):
         return ""
-    finite = b.isfinite()
-    x, y = a[finite].double(), b[finite].double()
-    error, size = float((x - y).norm()), float(y.norm())
-    tolerance = _TOLERANCE.get(b.dtype, 1e-4)
+    error, size = distance(a, b)
+    if tolerance is None:
+        tolerance = _TOLERANCE.get(b.dtype, 1e-4)
     return (
         "" if error <= tolerance * max(size, 1e-2) else f"{error:.1e} beside a norm of {size:.1e}"
     )
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
+    """(norm of a - b, norm of b) over the elements that are finite in ``b``."""
+    finite = b.isfinite()
+    x, y = a[finite].double(), b[finite].double()
+    return float((x - y).norm()), float(y.norm())
 
 
 def _describe(t: Any) -> str:
