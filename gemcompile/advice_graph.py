@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _REGION = "embeddings, row-wise layers and masked attention that end in a masked sum, mean or loss"
 _MASK = "a bool mask [B, L] made from lengths or ids by pure operators"
+_PLACE = "values that nobody else reads, in one mode, with nothing changed in place between them"
 _CAPTURE = "a graph of tensors and torch operators that Dynamo captures whole"
 _PASS = "a pass whose new nodes are made by `gemcompile.graph.Editor`, which gives them values"
 
@@ -67,6 +68,22 @@ KNOWN: tuple[tuple[str, str, str], ...] = (
         "the graph has no symbolic shapes",
         _REGION,
         "`torch.compile(model, backend='gem')` as the caller, not a graph traced by hand",
+    ),
+    # --- Places that a pattern of a pass matches. ---
+    (
+        "an intermediate value is also used by {READER}{PLACE}",
+        _PLACE,
+        "compute the value apart for its other reader, or let the pattern end at it",
+    ),
+    (
+        "autocast or grad mode changes inside it",
+        _PLACE,
+        "the whole computation inside one autocast or `no_grad` block",
+    ),
+    (
+        "a tensor may be changed in place inside it",
+        _PLACE,
+        "an operation out of place: `x = x + y` for `x += y`, `torch.where` for `x[mask] = y`",
     ),
     # --- Whole graphs. ---
     (

@@ -21,7 +21,7 @@ PAGE = ROOT_FOLDER / "docs" / "troubleshooting.md"
 
 # How a reason comes about: as the argument of one of these, or returned by one of those.
 RAISED = {"Declined", "PrologueDeclined", "CaptureDeclined", "PassError", "Unreadable", "fail"}
-RETURNING = {"unsound", "_not_worth", "observer", "_leaves", "_rule"}
+RETURNING = {"unsound", "_not_worth", "observer", "_leaves", "_rule", "obstacle"}
 # Messages inside another one: "pass X failed after Y: ...".
 WITHIN = ("{} has no value; insert nodes", "{} lost its checkpoint mark")
 
@@ -48,6 +48,8 @@ def template(node: ast.AST | None) -> str | None:
         node = CONSTANTS[node.id]
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
+    if isinstance(node, ast.BinOp) and (start := template(node.left)) is not None:
+        return start + "{}"
     if isinstance(node, ast.JoinedStr):
         parts = [p.value if isinstance(p, ast.Constant) else "{}" for p in node.values]
         return "".join(map(str, parts))

@@ -166,6 +166,15 @@ def test_included_files_exist() -> None:
             assert (ROOT / name).is_file(), f"{page.name} includes {name}"
 
 
+def test_reference_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    headings = set(re.findall(r"^::: gemcompile\.([\w.]+)$", page, re.MULTILINE))
+    modules = {heading.split(".")[0] for heading in headings}
+    last = {heading.rsplit(".")[-1] for heading in headings}
+    public = {*gemcompile.__all__, *gemcompile.ops.__all__} - modules
+    assert public <= last, public - last
+
+
 def test_picture_is_what_its_script_draws() -> None:
     names: dict[str, Any] = {"__name__": "picture"}
     script = ROOT / "docs" / "images" / "before_after.py"
