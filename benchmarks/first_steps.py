@@ -114,7 +114,7 @@ class Walk:
     def opened(self) -> None:
         browser = next(filter(None, map(shutil.which, BROWSERS)), None)
         if browser is None:
-            self.notes["browser"] = "none found; the page was not opened"
+            self.notes["browser"] = "no browser found"
             return
         page = (self.folder / "report.html").as_uri()
         flags = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000")
@@ -142,6 +142,16 @@ def walk(folder: Path) -> Walk:
     return out
 
 
+def processor() -> str:
+    """Its name, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
@@ -154,13 +164,17 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             done = walk(Path(folder))
     total = sum(done.seconds.values())
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    machine = f"{processor()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    notes = done.notes
     print("| step | seconds |\n|---|--:|")
     for name, seconds in {**done.seconds, "all": total}.items():
         print(f"| {name} | {seconds:.1f} |")
-    print(f"\n{datetime.date.today()}, {machine}, torch {done.notes['torch']}; {done.notes}")
+    print(f"\n{datetime.date.today()}, {machine}, torch {notes['torch']}, {notes['browser']}.")
+    print(
+        f"The first training step took {notes['first']:.1f} s, the second {notes['second']:.3f} s."
+    )
     if given.out:
-        figures = {"seconds": done.seconds, "total": total, "machine": machine, **done.notes}
+        figures = {"seconds": done.seconds, "total": total, "machine": machine, **notes}
         given.out.write_text(json.dumps(figures, indent=1))
     return int(total > LIMIT)
 
