@@ -1,6 +1,7 @@
 # make demo   train on MovieLens-100K with eager, Inductor and gem, and compare
 # make test   lint, types, documentation and every test
 # make docs   the documentation, in build/site
+# make page   the report page's script and styles, from page/; needs node, which nothing else does
 # Each makes its own .venv the first time and leaves it alone afterwards.
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
 
-.PHONY: demo test lint types docs unit install clean
+.PHONY: demo test lint types docs unit page install clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/movielens/train.py $(ARGS)
@@ -28,6 +29,9 @@ docs: $(STAMP)
 
 unit: $(STAMP)
 	$(BIN)/pytest --numprocesses 2 --dist worksteal $(ARGS)
+
+page:
+	cd page && npm ci --no-audit --no-fund && npm run build
 
 install: $(STAMP)
 

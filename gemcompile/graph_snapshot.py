@@ -128,8 +128,8 @@ class _Sizes:
     def region(self, value: Any) -> int | None:
         value = value[0] if isinstance(value, (tuple, list)) and value else value
         if self._regions and isinstance(value, torch.Tensor):
-            symbolic = (s.node.expr for s in value.shape if isinstance(s, torch.SymInt))
-            for symbol in (symbol for expr in symbolic for symbol in expr.free_symbols):
+            sizes: list[Any] = [s for s in value.shape if isinstance(s, torch.SymInt)]
+            for symbol in (symbol for s in sizes for symbol in s.node.expr.free_symbols):
                 if symbol in self._regions:
                     return self._regions[symbol]
         return None

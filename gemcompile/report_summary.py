@@ -148,9 +148,14 @@ def _advice(reason: str) -> str:
     found = advise(reason)
     if found is None:
         return ""
-    lines = escape(found.write).replace("\n", "<br>")
+    lines = _prose(found.write)
     return (
         f"<div class='gem-advice'><b>What to write instead</b><p>{lines}</p>"
-        f"<small>nearest known form: {escape(found.pattern)}<br>"
+        f"<small>nearest known form: {_prose(found.pattern)}<br>"
         f"{DOCS}#{escape(found.anchor)}</small></div>"
     )
+
+
+def _prose(text: str) -> str:
+    """Escaped, with what stands in backquotes as code."""
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text)).replace("\n", "<br>")

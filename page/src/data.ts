@@ -59,7 +59,8 @@ const SHORT: Record<string, string> = {
 };
 
 export function typeOf(node: Node): string {
-  return (SHORT[node.dtype] ?? node.dtype) + (node.dtype === "int" ? " " : "") + node.shape;
+  if (node.dtype) return (SHORT[node.dtype] ?? node.dtype) + (node.dtype === "int" ? " " : "") + node.shape;
+  return node.shape.replace(/[a-z]+\d*(?=\[)/g, (dtype) => SHORT[dtype] ?? dtype);
 }
 
 /** "aten.add.Tensor" as "add"; other libraries keep their name. */

@@ -34,6 +34,7 @@ export function diff(before: Node[], after: Node[]): Diff {
     counts.removed++;
   }
   markReplaced(old, now);
+  markBetween(old);
   return { before: old, after: now, counts };
 }
 
@@ -48,6 +49,22 @@ function compare(a: Node, b: Node): Status {
   const plain = (n: Node) =>
     [n.op, n.target, n.dtype, n.shape, n.region, JSON.stringify(n.notes)].join("\u0000");
   return plain(a) === plain(b) ? "rewired" : "changed";
+}
+
+/** Nodes of this pass between two of one region lie in it too: a split, and what joins again. */
+function markBetween(side: Side): void {
+  const users = new Map<string, number>();
+  for (const n of side.nodes) {
+    const region = side.region.get(n.name);
+    if (region !== undefined) for (const input of n.inputs) users.set(input, region);
+  }
+  for (const n of side.nodes) {
+    const region = users.get(n.name);
+    const status = side.status.get(n.name);
+    if (region === undefined || n.dtype || side.region.has(n.name)) continue;
+    if (status !== "added" && status !== "removed") continue;
+    if (n.inputs.some((input) => side.region.get(input) === region)) side.region.set(n.name, region);
+  }
 }
 
 /** Removed nodes whose replacement works on packed rows lay in the region that was packed. */

@@ -32,11 +32,12 @@ export class Explorer implements Host {
   private found = el("span", { class: "found", "aria-live": "polite" });
   private cards = [el("div", { class: "under" }), el("div", { class: "under" })];
   private heads = [el("h3"), el("h3")];
+  private columns = el("div", { class: "columns", "data-side": "after" });
   private hits: string[] = [];
   private hit = -1;
 
   constructor(private data: Data) {
-    this.root.append(this.header(), this.passes, this.toolbar(), this.columns(), this.sizes);
+    this.root.append(this.header(), this.passes, this.toolbar(), this.fillColumns(), this.sizes);
     const all = this.graphPasses();
     const most = Math.max(...all.map((p) => p.changes));
     this.choosePass(Math.max(0, all.findIndex((p) => p.changes === most)));
@@ -69,7 +70,7 @@ export class Explorer implements Host {
     this.fill();
     this.open = openAtFirst(this.panes.map((pane) => pane.tree));
     this.arrange();
-    this.panes.forEach((pane) => pane.home());
+    this.home();
     this.search();
     this.showDetails();
   }
@@ -89,21 +90,31 @@ export class Explorer implements Host {
     this.after.show(this.diff.after, this.weights);
   }
 
+  /** The windows are no taller than what they show. */
+  private grow(): void {
+    const tallest = Math.max(...this.panes.map((pane) => pane.picture.height * Math.max(pane.view.scale, 0.6)));
+    this.columns.style.setProperty("--tall", `${Math.ceil(tallest) + 24}px`);
+    this.panes.forEach((pane) => pane.resize());
+  }
+
   private arrange(): void {
     this.panes.forEach((pane) => pane.arrange(this.open));
+    this.grow();
     this.mark();
   }
 
   private describe(pass: Pass): void {
     const { added, removed, changed } = this.diff.counts;
     const [b, a] = [this.diff.before.nodes.length, this.diff.after.nodes.length];
-    this.heads[0].replaceChildren("Before ", el("span", {}, `${b.toLocaleString("en")} nodes`));
-    this.heads[1].replaceChildren(`After ${pass.name} `, el("span", {}, `${a.toLocaleString("en")} nodes`));
+    this.heads[0].replaceChildren("Before ", el("span", {}, nodesText(b)));
+    this.heads[1].replaceChildren(`After ${pass.name} `, el("span", {}, nodesText(a)));
     const swatch = (name: string, text: string) => el("span", { class: `swatch ${name}` }, text);
+    const counts = { added, removed, changed };
+    const shown = Object.entries(counts).filter(([, n]) => n);
     this.legend.replaceChildren(
-      swatch("added", `${added} added`), swatch("removed", `${removed} removed`),
-      swatch("changed", `${changed} changed`),
+      ...shown.map(([name, n]) => swatch(name, `${n.toLocaleString("en")} ${name}`)),
     );
+    if (!shown.length) this.legend.textContent = "nothing changed";
     if (this.diff.after.region.size) this.legend.append(swatch("region", "packed rows"));
     const sizes = this.diff.after.nodes
       .filter((n) => n.op === "input" && n.dtype === "int" && n.notes["first batch"])
@@ -135,10 +146,17 @@ export class Explorer implements Host {
         tab.append(pass.name, el("span", { class: "count" }, pass.changes.toLocaleString("en")));
         tab.setAttribute("role", "tab");
         tab.setAttribute("aria-selected", String(chosen));
+        if (chosen) requestAnimationFrame(() => this.bringIn(tab));
         if (!pass.changes) tab.classList.add("idle");
         return tab;
       }),
     );
+  }
+
+  private bringIn(tab: HTMLElement): void {
+    const { passes } = this;
+    const right = tab.offsetLeft - passes.offsetLeft + tab.offsetWidth;
+    if (right > passes.scrollLeft + passes.clientWidth) passes.scrollLeft = right - passes.clientWidth;
   }
 
   private toolbar(): HTMLElement {
@@ -162,8 +180,8 @@ export class Explorer implements Host {
     return el("div", { class: "toolbar" }, search, tools, this.legend);
   }
 
-  private columns(): HTMLElement {
-    const columns = el("div", { class: "columns", "data-side": "after" });
+  private fillColumns(): HTMLElement {
+    const { columns } = this;
     const sides = el("div", { class: "sides" });
     this.panes.forEach((pane, i) => {
       const choose = button(i ? "After" : "Before", "", () => {
@@ -179,11 +197,16 @@ export class Explorer implements Host {
   }
 
   private resize(): void {
-    const first = this.panes.map((pane) => pane.view.width === 0);
-    this.panes.forEach((pane, i) => {
-      pane.resize();
-      if (first[i] && pane.view.width) pane.home();
-    });
+    const first = this.panes.filter((pane) => pane.view.width === 0);
+    this.panes.forEach((pane) => pane.resize());
+    if (first.some((pane) => pane.view.width)) this.home();
+  }
+
+  /** Both graphs from their tops, at one scale. */
+  private home(): void {
+    this.grow();
+    const scale = Math.min(...this.panes.map((pane) => pane.widest()));
+    this.panes.forEach((pane) => pane.home(scale));
   }
 
   // --- folding ---------------------------------------------------------------------------------
@@ -205,7 +228,7 @@ export class Explorer implements Host {
   foldAll(): void {
     this.open.clear();
     this.arrange();
-    this.panes.forEach((pane) => pane.home());
+    this.home();
   }
 
   unfoldAll(): void {
@@ -216,7 +239,7 @@ export class Explorer implements Host {
     };
     this.panes.forEach((pane) => visit(pane.tree));
     this.arrange();
-    this.panes.forEach((pane) => pane.home());
+    this.home();
   }
 
   private showWeights(on: boolean): void {
@@ -314,6 +337,7 @@ export class Explorer implements Host {
   private showDetails(): void {
     const sides = [this.diff.before, this.diff.after];
     this.cards.forEach((card, i) => {
+      card.classList.toggle("full", this.picked !== null);
       const hint = i ? "Click a node for its shape, source line and annotations." : "";
       const empty = el("div", { class: "card empty" }, hint);
       const pick = (name: string) => this.goTo(name);
@@ -388,4 +412,8 @@ export class Explorer implements Host {
     else return;
     e.preventDefault();
   }
+}
+
+function nodesText(n: number): string {
+  return `${n.toLocaleString("en")} node${n === 1 ? "" : "s"}`;
 }

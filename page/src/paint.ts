@@ -265,7 +265,12 @@ export class Painter {
     if (!readable) return;
     const { item } = box;
     const times = item.kind === "stack" ? `   ×${item.groups.length}, the first is shown` : "";
-    this.text(`▾ ${cut(item.label, 30)}${times}`, box.x + 12, box.y + 19, SMALL_FONT, "muted");
+    const text = `▾ ${cut(item.label, 30)}${times}`;
+    this.ctx.font = SMALL_FONT;
+    this.ctx.lineWidth = 5;
+    this.ctx.strokeStyle = this.theme.group; // wires pass below the title
+    this.ctx.strokeText(text, box.x + 12, box.y + 19);
+    this.text(text, box.x + 12, box.y + 19, SMALL_FONT, "muted");
   }
 
   private text(text: string, x: number, y: number, font: string, color: string): void {

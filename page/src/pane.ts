@@ -76,14 +76,23 @@ export class Pane {
     this.paintSeconds = (performance.now() - start) / 1e3;
   }
 
-  /** The top of the graph at a readable scale, in the middle of the width. */
-  home(): void {
+  /** The scale at which the graph is as wide as the window, as far as it stays readable. */
+  widest(): number {
+    if (!this.view.width) return 1;
+    return Math.min(1, Math.max(0.6, this.view.width / (this.picture.width || 1)));
+  }
+
+  /** The top of the graph; where it is too wide, the middle of what lies there. */
+  home(scale: number): void {
     const { view, picture } = this;
-    view.scale = Math.min(1, Math.max(0.62, view.width / (picture.width || 1)));
-    const first = picture.boxes.find((box) => !box.open);
-    const middle = first && picture.width * view.scale > view.width ? first.x + first.w / 2 : picture.width / 2;
-    view.x = middle - view.width / view.scale / 2;
-    view.y = 0;
+    view.scale = scale;
+    const first = picture.boxes.filter((box) => !box.open && box.y < view.height / scale);
+    const wide = picture.width * scale > view.width && first.length > 0;
+    const middle = wide
+      ? first.reduce((sum, box) => sum + box.x + box.w / 2, 0) / first.length
+      : picture.width / 2;
+    view.x = middle - view.width / scale / 2;
+    view.y = -40;
     this.clamp();
     this.redraw();
   }
