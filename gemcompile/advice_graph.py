@@ -117,6 +117,11 @@ KNOWN: tuple[tuple[str, str, str], ...] = (
         "`def identity(self)`, which returns a tuple equal in every process for equal behaviour",
     ),
     (
+        "results cannot be compared: {REASON}",
+        "dropout and the usual distributions, whose draws `verify` fixes; outputs kept as they are",
+        "a check without that operator, or with `padded_outputs` left at `exact`",
+    ),
+    (
         "the number of packed rows changes at every step",
         "CUDA graphs replay fixed shapes",
         '`options={"pack": False}` to keep CUDA graphs, or `mode="default"` to keep packing',

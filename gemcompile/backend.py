@@ -103,7 +103,7 @@ def _rewrite(gm: GraphModule, manager: PassManager, context: Context) -> GraphMo
         aten = capture(gm, context.example_inputs)
         check = Verifier(gm, context) if context.options.verify else None
         if check:
-            check("capture", aten)
+            check.captured(aten)
         padded = forward_flops(aten)
         try:
             manager.run(aten, context, check)

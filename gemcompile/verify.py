@@ -10,6 +10,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 
+from .fixed_draws import FixedDraws, draws, unfixable
 from .pass_manager import Context
 
 
@@ -24,17 +25,45 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, tor
 class Verifier:
     """Compares rewritten graphs with the original: outputs, gradients, and inputs changed in place.
 
-    Does nothing where the first batch is not at hand, where the graph draws random numbers, or
-    where ``padded_outputs="zero"`` asks for other results. Elements that are not finite in the
-    original count as equal.
+    Where the graph draws random numbers, capture is compared from the same random state, and passes
+    with every draw fixed (see `gemcompile.fixed_draws`). Elements that are not finite in the
+    original count as equal. Where nothing can be compared, the report says why.
     """
 
     def __init__(self, original: GraphModule, context: Context) -> None:
         self.inputs, self.context = context.example_inputs, context
         self.expected: list[tuple[str, Any]] | None = None
-        unknown = any(isinstance(x, FakeTensor) for x in self.inputs)
-        if not unknown and not _draws(original) and context.options.padded_outputs == "exact":
+        self.fixed = False
+        why = ""
+        if any(isinstance(x, FakeTensor) for x in self.inputs):
+            why = "the first batch is not at hand"
+        elif context.options.padded_outputs != "exact":
+            why = "padded_outputs='zero' asks for other results"
+        if why:
+            self._decline(why)
+        else:
             self.expected = self._run(original)
+
+    def captured(self, aten: GraphModule) -> None:
+        """Check the graph that capture made; it is what passes are then compared with.
+
+        Raises:
+            VerifyError: it computes something else than the original.
+        """
+        operator = unfixable(aten)
+        if self.expected is None:
+            return
+        self("capture", aten)
+        if operator:
+            self.expected = None
+            self._decline(f"the graph calls {operator}, whose random result cannot be fixed")
+        elif draws(aten):
+            self.fixed = True
+            self.expected = self._run(aten)
+
+    def _decline(self, why: str) -> None:
+        reason = f"results cannot be compared: {why}"
+        self.context.report.add("graph", "declined", "verify", reason)
 
     def __call__(self, culprit: str, rewritten: GraphModule) -> None:
         """Check a graph that ``culprit`` has just written.
@@ -48,10 +77,11 @@ class Verifier:
             found = self._run(rewritten)
         except Exception as e:
             raise VerifyError(f"{culprit} left a graph that fails: {type(e).__name__}: {e}") from e
+        note = " (with random draws fixed)" if self.fixed else ""
         for (name, a), (_, b) in zip(found, self.expected):
             problem = difference(a, b)
             if problem:
-                raise VerifyError(f"{culprit} changed {name}: {problem}")
+                raise VerifyError(f"{culprit} changed {name}: {problem}{note}")
 
     def _run(self, gm: GraphModule) -> list[tuple[str, Any]]:
         """Results by name, on copies of the inputs; gradients are those of the sum of squares."""
@@ -59,7 +89,8 @@ class Verifier:
             args = [_copy(x) for x in self.inputs]
             prologue = self.context.prologue
             extra = prologue.extra_inputs(args)[0] if prologue else []
-            result = gm(*args, *extra)
+            run = FixedDraws(gm).run if self.fixed else gm
+            result = run(*args, *extra)
             outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
             grads = gradients(outputs, args)
         changed = [x.detach() for x in args if isinstance(x, torch.Tensor)]
@@ -77,13 +108,6 @@ def gradients(outputs: Sequence[torch.Tensor], args: Sequence[Any]) -> list[torc
     if not losses or not leaves:
         return [None] * len(leaves)
     return list(torch.autograd.grad(torch.stack(losses).sum(), leaves, allow_unused=True))
-
-
-def _draws(gm: GraphModule) -> bool:
-    words = ("dropout", "rand", "bernoulli", "multinomial")
-    return any(
-        n.op == "call_function" and any(w in str(n.target) for w in words) for n in gm.graph.nodes
-    )
 
 
 def _copy(x: Any) -> Any:

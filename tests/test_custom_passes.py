@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from encoders import Encoder, batch
+import torch.nn.functional as F
+from encoders import Encoder, Layer, batch
 from observe import assert_near
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import GraphModule
 
@@ -223,3 +224,76 @@ def test_a_passs_options_and_source_are_part_of_the_key(tmp_path: Path) -> None:
     assert first == key(mine.Mine(1)) != key(mine.Mine(2))
     edited = load(tmp_path / "mine.py", SOURCE.replace("return 0", "return 0  # edited"))
     assert key(edited.Mine()) != first
+
+
+# --- verify ---------------------------------------------------------------------------------------
+
+
+class Halves(Pass):
+    """Halves the first gelu, which is wrong."""
+
+    after = ("EliminatePadding",)
+
+    def run(self, gm: GraphModule, context: Context) -> int:
+        for n in gm.graph.find_nodes(op="call_function", target=aten.gelu.default)[:1]:
+            half = Editor(gm, like=n, before=n.next)(aten.mul.Tensor, n, 0.5)
+            n.replace_all_uses_with(half, delete_user_cb=lambda user, half=half: user is not half)
+            return 1
+        return 0
+
+
+class Dropping(Layer):
+    """Drops attention weights and rows, which are packed: less is drawn than in eager mode."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        visible = keep[:, None, None, :]
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, dropout_p=0.5)
+        return F.dropout(y, 0.5)
+
+
+class Random(nn.Module):
+    """Draws in many ways, in front of padding that is packed away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder(1)
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        y = F.dropout(self.encoder(ids, lengths), 0.5)
+        noise = torch.randn_like(y) * torch.rand(y.shape) + torch.randint(0, 5, y.shape)
+        order = torch.randperm(y.shape[0])
+        z: Tensor = (y + noise + torch.bernoulli(torch.full_like(y, 0.5)))[order]
+        return F.gelu(z + torch.empty_like(z).uniform_(1, 2))
+
+
+def verified(model: nn.Module, *passes: Pass, **options: Any) -> Report:
+    with gemcompile.record() as report:
+        chosen = {"inner": "eager", "verify": True, "pack": True, "passes": passes, **options}
+        torch.compile(model, backend=gem, options=chosen)(*batch())
+    return report
+
+
+@pytest.mark.parametrize("kind", ["dropout", "many draws"])
+def test_verify_compares_graphs_that_draw(kind: str) -> None:
+    model = Random() if kind == "many draws" else Encoder(1)
+    if kind == "dropout":
+        model.layers[0].__class__ = Dropping
+    report = verified(model)
+    report.expect(attention=1, padding=1)
+    assert report.of("graph", "declined") == []
+    torch._dynamo.reset()
+    with pytest.raises(BackendCompilerFailed, match="pass Halves changed output 0: .* draws fixed"):
+        verified(model, Halves())
+
+
+def test_verify_says_when_it_cannot() -> None:
+    class Unfixed(nn.Module):
+        def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+            return F.rrelu(F.gelu(ids.float()), training=True)
+
+    reason = "results cannot be compared: the graph calls aten.rrelu, whose random result cannot"
+    (site,) = verified(Unfixed(), Halves()).sites
+    assert site.op == "verify" and site.reason.startswith(reason)
+    torch._dynamo.reset()
+    sites = verified(Encoder(1), padded_outputs="zero").of("graph", "declined")
+    assert [s.reason[28:] for s in sites] == ["padded_outputs='zero' asks for other results"]
