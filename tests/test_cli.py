@@ -103,6 +103,12 @@ def test_explain_writes_json(factories: str, capsys: pytest.CaptureFixture[str])
     assert json.loads(capsys.readouterr().out)["graphs"] == 1
 
 
+def test_explain_writes_a_page(factories: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", f"{factories}:linear", "--html", "page.html"]) == 0
+    assert "page: page.html" in capsys.readouterr().out
+    assert Path("page.html").read_text().startswith("<!doctype html>")
+
+
 @pytest.mark.parametrize("name", ["keywords", "positional"])
 def test_arguments_of_every_form(name: str, factories: str) -> None:
     call = load(f"{factories}:{name}")
