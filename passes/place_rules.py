@@ -46,25 +46,32 @@ class Rule:
 
     def at(self, p: Points) -> Tensor:
         """Whether the query sees the key, by the op's own rule."""
-        none = torch.empty(0)
-        zeros = torch.zeros(1, dtype=torch.int64)
-        a = AttentionArgs(
-            none, none, none, zeros, zeros, None, None, None, None, None, None,
-            "softmax", 1.0, self.causal, 0.0, 0, 0,
-            window_left=self.left,
-            window_right=self.right,
-            num_targets=None if self.history is None else zeros,
-            num_contextual=zeros + self.contextual if self.contextual else None,
-        )  # fmt: skip
-        lengths = p.data + (self.history or 0)
-        found = visible(a, p.row, p.column, zeros, zeros, lengths)
-        return torch.ones_like(p.row, dtype=torch.bool) if found is None else found
+        history = torch.tensor([self.history or 0])
+        found = _seen(self, history, torch.tensor([self.contextual]), p)
+        return torch.ones_like(p.row, dtype=torch.bool) if found is None else found[0]
 
     def bounds(self) -> frozenset[int]:
         """The numbers that differences of places are compared with."""
         folds = (0, self.contextual - 1, self.history or 0)
         apart = {x - y for x in folds for y in folds}
         return frozenset(n + d for n in (0, self.left, self.right) for d in apart)
+
+
+def _seen(rule: Rule, history: Tensor, contextual: Tensor, p: Points) -> Tensor | None:
+    """The op's rule at all points, for each of several histories: bool [n, points]."""
+    none, zero = torch.empty(0), torch.zeros(1, dtype=torch.int64)
+    folds = rule.history is not None or bool(contextual.any())
+    a = AttentionArgs(
+        none, none, none, zero, zero, None, None, None, None, None, None,
+        "softmax", 1.0, rule.causal, 0.0, 0, 0,
+        window_left=rule.left,
+        window_right=rule.right,
+        num_targets=torch.zeros_like(history) if folds else None,
+        num_contextual=contextual if folds else None,
+    )  # fmt: skip
+    sequences = torch.arange(len(history))[:, None]
+    lengths = p.data + history[:, None]
+    return visible(a, p.row[None], p.column[None], sequences, zero, lengths)
 
 
 def rule_of(formula: Formula, has_data: bool) -> Rule | None:
@@ -91,15 +98,22 @@ def _window(formula: Formula) -> Rule | None:
 
 
 def _history(formula: Formula) -> Rule | None:
-    """Candidates are made of the formula's own bounds; most fall at a few of the points."""
-    numbers = sorted({s * n for n in formula.bounds for s in (1, -1)} | {0})
+    """Candidates are made of the formula's own bounds; most fall at a few of the points.
+
+    A bound may be written in two ways, x < n and x <= n - 1.
+    """
+    bounds = {s * n + d for n in formula.bounds for s in (1, -1) for d in (-1, 0, 1)} | {0}
     few = _sample(formula, _points(formula.bounds, has_data=True))
     truth = formula.at(few)
-    sides = [-1, *(n for n in numbers if n >= 0)]
-    for first, history in itertools.product(sides, numbers):
-        for left in sides:
-            rule = Rule(True, left, -1, history, first + 1)
-            if torch.equal(rule.at(few), truth) and _equal(formula, rule, has_data=True):
+    sides = [-1, *sorted(n for n in bounds if n >= 0)]
+    pairs = torch.cartesian_prod(torch.tensor(sides) + 1, torch.tensor(sorted(bounds, key=abs)))
+    contextual, history = pairs.unbind(1)
+    for left in sides:
+        seen = _seen(Rule(True, left, history=0), history, contextual, few)
+        assert seen is not None
+        for i in (seen == truth).all(1).nonzero().flatten().tolist():
+            rule = Rule(True, left, -1, int(history[i]), int(contextual[i]))
+            if _equal(formula, rule, has_data=True):
                 return rule
     return None
 
