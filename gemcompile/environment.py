@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 
-from torch._logging import trace_structured
+from torch._logging._internal import trace_structured
 from torch.fx import GraphModule
 
 from .report import Report
