@@ -51,7 +51,9 @@ def browser() -> Iterator[Any]:
     path = chromium()
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with sync_api.sync_playwright() as play:
-        running = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        # As root there is no sandbox; containers have little shared memory.
+        flags = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
+        running = play.chromium.launch(executable_path=path, args=flags)
         yield running
         running.close()
 
@@ -70,6 +72,7 @@ def open_page(browser: Any, tmp_path: Path) -> Iterator[Opener]:
         path = report.to_html(tmp_path / "report.html")
         viewport = {"width": width, "height": 900}
         tab = browser.new_page(viewport=viewport, color_scheme=scheme)
+        tab.set_default_timeout(120_000)
         opened.append(tab)
         tab.on("console", lambda m: complaints.append(m.text))
         tab.on("pageerror", lambda e: complaints.append(str(e)))

@@ -1,10 +1,11 @@
 // Scrolling one graph scrolls the other: what both hold stays side by side.
 
+import type { Picture } from "./layout";
 import type { Pane } from "./pane";
 
 /** Moves `pane` to where `leader` looks. */
 export function follow(leader: Pane, pane: Pane): void {
-  const marks = anchors(leader, pane);
+  const marks = anchors(leader.picture, pane.picture);
   const view = leader.view;
   const middle = view.y + view.height / view.scale / 2;
   const ratio = (pane.picture.height || 1) / (leader.picture.height || 1);
@@ -23,14 +24,22 @@ export function follow(leader: Pane, pane: Pane): void {
   pane.pan(0, 0);
 }
 
+type Anchors = [number, number][];
+
+const known = new WeakMap<Picture, { of: Picture; found: Anchors }>();
+
 /** Heights of what both pictures show, rising in both. */
-function anchors(leader: Pane, pane: Pane): [number, number][] {
-  const out: [number, number][] = [];
-  for (const box of leader.picture.boxes) {
-    const other = pane.picture.byKey.get(box.item.key);
-    if (other) out.push([box.y + 20, other.y + 20]);
+function anchors(leader: Picture, other: Picture): Anchors {
+  const last = known.get(leader);
+  if (last?.of === other) return last.found;
+  const pairs: Anchors = [];
+  for (const box of leader.boxes) {
+    const twin = other.byKey.get(box.item.key);
+    if (twin) pairs.push([box.y + 20, twin.y + 20]);
   }
-  out.sort((a, b) => a[0] - b[0]);
-  let last = -Infinity;
-  return out.filter(([, b]) => b > last && ((last = b), true));
+  pairs.sort((a, b) => a[0] - b[0]);
+  let highest = -Infinity;
+  const found = pairs.filter(([, b]) => b > highest && ((highest = b), true));
+  known.set(leader, { of: other, found });
+  return found;
 }

@@ -20,6 +20,10 @@ export interface Wire {
   to: Box;
   points: [number, number][];
   quiet: boolean; // one of many uses of a value: drawn when one of its ends is looked at
+  x: number; // of the rectangle that holds it
+  y: number;
+  w: number;
+  h: number;
 }
 
 export interface Picture {
@@ -206,7 +210,11 @@ class Layout {
     const start: Point = [from.x + from.w / 2, from.y + from.h];
     const end: Point = [to.x + to.w / 2, to.y];
     const between = (this.bends.get(edge) ?? []).filter(([, y]) => y > start[1] && y < end[1]);
-    return { from, to, points: [start, ...between, end], quiet: edge.quiet };
+    const points = [start, ...between, end];
+    const [xs, ys] = [points.map((p) => p[0]), points.map((p) => p[1])];
+    const [x, y] = [Math.min(...xs), Math.min(...ys)];
+    const [w, h] = [Math.max(...xs) - x, Math.max(...ys) - y];
+    return { from, to, points, quiet: edge.quiet, x, y, w, h };
   }
 }
 

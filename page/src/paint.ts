@@ -295,14 +295,10 @@ function regionOf(item: Item, side: Side): number | null {
 type Inside = (x: number, y: number, w: number, h: number) => boolean;
 
 function visible(wire: Wire, inside: Inside, marks: Marks): boolean {
-  const ends = [wire.from.item.key, wire.to.item.key];
-  if (wire.quiet && !ends.includes(marks.selected ?? "")) return false;
-  let [left, right, top, bottom] = [Infinity, -Infinity, Infinity, -Infinity];
-  for (const [x, y] of wire.points) {
-    [left, right] = [Math.min(left, x), Math.max(right, x)];
-    [top, bottom] = [Math.min(top, y), Math.max(bottom, y)];
-  }
-  return inside(left - 20, top - 20, right - left + 40, bottom - top + 40);
+  const { from, to } = wire;
+  const { selected } = marks;
+  if (wire.quiet && from.item.key !== selected && to.item.key !== selected) return false;
+  return inside(wire.x - 20, wire.y - 20, wire.w + 40, wire.h + 40);
 }
 
 /** A smooth line that leaves and arrives vertically. */
