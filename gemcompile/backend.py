@@ -25,7 +25,7 @@ from .target import Target
 from .verify import Verifier, VerifyError
 from .work import forward_flops
 
-log = logging.getLogger("gemcompile")
+log: logging.Logger = logging.getLogger("gemcompile")
 Compiled = Callable[..., Any]
 
 

@@ -132,8 +132,8 @@ class Editor:
     def __init__(self, gm: GraphModule, like: Node, before: Node | None = None) -> None:
         self.graph: Graph = gm.graph
         self.like = like
-        self.before = before or like
-        self.fake_mode = fake_mode_of(gm)
+        self.before: Node = before or like
+        self.fake_mode: FakeTensorMode = fake_mode_of(gm)
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         with self.graph.inserting_before(self.before):

@@ -22,7 +22,7 @@ class Boundary:
 
     def __init__(self, gm: GraphModule) -> None:
         self.inputs: list[Node] = list(gm.graph.find_nodes(op="placeholder"))
-        self.outputs = _outputs(gm)
+        self.outputs: list[Any] = _outputs(gm)
 
     def check(self, gm: GraphModule, added_inputs: int) -> None:
         """Compare with the graph as it is now; ``added_inputs`` stand in its prologue.

@@ -36,7 +36,7 @@ class Stamp(CustomGraphPass):
     """
 
     def __init__(self, options: Options, chained: Callable[[Graph], Any] | None) -> None:
-        self.options_identity = options.identity()
+        self.options_identity: tuple[object, ...] | None = options.identity()
         self.chained = chained
 
     def __call__(self, g: Graph) -> None:

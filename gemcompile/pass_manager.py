@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .options import Options
     from .prologue import Prologue
 
-log = logging.getLogger("gemcompile.passes")
+log: logging.Logger = logging.getLogger("gemcompile.passes")
 
 
 class PassError(RuntimeError):
@@ -43,7 +43,9 @@ class PassError(RuntimeError):
 
     def __init__(self, reason: str, culprit: str, before: str, story: str = "") -> None:
         super().__init__(f"{reason}\n{story}\nthe graph before {culprit}:\n{_shortened(before)}")
-        self.reason, self.culprit, self.before = reason, culprit, before
+        self.reason: str = reason
+        self.culprit: str = culprit
+        self.before: str = before
 
 
 def _what(error: Exception) -> str:
@@ -192,7 +194,7 @@ class PassManager:
                 raise ValueError(
                     f"option disable names {name!r}; the passes are {', '.join(known)}"
                 )
-        self.passes = [p for p in ordered(passes) if p.name not in disable]
+        self.passes: list[Pass] = [p for p in ordered(passes) if p.name not in disable]
 
     def run(
         self,

@@ -31,9 +31,10 @@ class Verifier:
     """
 
     def __init__(self, original: GraphModule, context: Context) -> None:
-        self.inputs, self.context = context.example_inputs, context
+        self.inputs: Sequence[Any] = context.example_inputs
+        self.context: Context = context
         self.expected: list[tuple[str, Any]] | None = None
-        self.fixed = False
+        self.fixed: bool = False
         why = ""
         if any(isinstance(x, FakeTensor) for x in self.inputs):
             why = "the first batch is not at hand"

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 @dataclass(frozen=True)
