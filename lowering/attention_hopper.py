@@ -20,6 +20,7 @@ from gemcompile.ops.kernels import Kernel, named, register
 from gemcompile.ops.tiles import KEYS, QUERIES
 from gemcompile.target import Target
 
+from .launch import launch
 from .tile_lists import tiles_for
 
 TRITON = "3.6"  # Gluon still changes from release to release
@@ -70,7 +71,8 @@ def forward(a: AttentionArgs) -> tuple[Tensor, Tensor]:
     lse = a.q.new_empty((total, heads) if a.softmax else (0,), dtype=torch.float32)
     with torch.cuda.device_of(a.q):
         tiles = tiles_for(a, QUERIES, groups * ROWS)
-        forward_kernel[(programs(a.q.device),)](
+        launch(
+            *(forward_kernel, (programs(a.q.device),)),
             *(descriptor(_aligned(x)) for x in (a.q, a.k, a.v)),
             *(descriptor(out), out, lse, _out_scale(a), tiles, total, a.scale),
             **_constants(a),
@@ -116,14 +118,14 @@ def _two_passes(
     inputs = [descriptor(_aligned(x)) for x in (a.q, a.k, a.v, dout)]
     vectors = (lse, delta, _out_scale(a))
     grid = (programs(a.q.device),)
-    query_kernel[grid](
-        *(*inputs, descriptor(out), descriptor(dq), dq, *vectors),
+    launch(
+        *(query_kernel, grid, *inputs, descriptor(out), descriptor(dq), dq, *vectors),
         *(tiles_for(a, QUERIES, BACKWARD_ROWS), a.q.shape[0], a.scale),
         **_constants(a),
         STAGES=3 if a.softmax and a.q.shape[2] == 128 else 4,  # O takes the place of one
     )
-    key_kernel[grid](
-        *(*inputs, descriptor(dk), descriptor(dv), dk, dv, *vectors),
+    launch(
+        *(key_kernel, grid, *inputs, descriptor(dk), descriptor(dv), dk, dv, *vectors),
         *(tiles_for(a, KEYS, BACKWARD_ROWS), a.k.shape[0], a.scale),
         **_constants(a) | {"H": a.k.shape[1]},
         STAGES=3,
@@ -137,20 +139,22 @@ def _one_pass(
     block = BACKWARD_ROWS * 128 // dim
     sums = torch.empty(a.q.shape, dtype=torch.float32, device=a.q.device)
     delta = torch.empty_like(lse)
-    prepare_kernel[(triton.cdiv(rows * heads, 32),)](
+    launch(
+        *(prepare_kernel, (triton.cdiv(rows * heads, 32),)),
         *(out, dout, delta, sums, dout.stride(0), dout.stride(1), rows),
         **{"H": heads, "D": dim, "SOFTMAX": a.softmax, "R": 32},
         num_warps=4,
     )
-    one_pass_kernel[(programs(a.q.device),)](
-        descriptor(_aligned(a.q)),
+    launch(
+        *(one_pass_kernel, (programs(a.q.device),), descriptor(_aligned(a.q))),
         *(descriptor(_aligned(x), BACKWARD_ROWS) for x in (a.k, a.v)),
         *(descriptor(dout), descriptor(sums, columns=ROWS), descriptor(dk), descriptor(dv), dk, dv),
         *(lse, delta, _out_scale(a), tiles_for(a, KEYS, block), a.k.shape[0], a.scale),
         **_constants(a) | {"H": a.k.shape[1]},
         STAGES=3,
     )
-    finish_kernel[(triton.cdiv(rows * heads, 32),)](
+    launch(
+        *(finish_kernel, (triton.cdiv(rows * heads, 32),)),
         *(sums, dq, a.scale, rows * heads), D=dim, R=32, num_warps=4
     )
 

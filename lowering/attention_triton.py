@@ -32,6 +32,7 @@ from .attention_triton_launch import (
     window,
 )
 from .bias_gradient import STEEPEST, in_bias_type, units_in_one
+from .launch import launch
 from .tile_lists import tiles_for
 from .tuning import Tiling, tiling
 
@@ -82,8 +83,8 @@ def backward(
 
 def _launch_forward(a: AttentionArgs, out: Tensor, lse: Tensor, tiles: Tiling) -> None:
     work, grid = _work(a, QUERIES, tiles.BM)
-    forward_kernel[grid](
-        *(a.q, a.k, a.v, out, lse),
+    launch(
+        *(forward_kernel, grid, a.q, a.k, a.v, out, lse),
         *_inputs(a),
         *strides(a.q, a.k, a.v),
         *_bias_strides(a.bias),
@@ -107,8 +108,8 @@ def _launch_query(
     """Fills dq and delta, and adds to dbias unless its size is [0]."""
     wants = dbias.numel() > 0
     work, grid = _work(a, QUERIES, tiles.BM)
-    query_kernel[grid](
-        *(a.q, a.k, a.v, out, dout, lse, delta, dq),
+    launch(
+        *(query_kernel, grid, a.q, a.k, a.v, out, dout, lse, delta, dq),
         *(_bias_start(dbias) if wants else dbias, per_unit),
         *_inputs(a),
         *strides(a.q, a.k, a.v, dout),
@@ -132,8 +133,8 @@ def _launch_key(
     tiles: Tiling,
 ) -> None:
     work, grid = _work(a, KEYS, tiles.BN)
-    key_kernel[grid](
-        *(a.q, a.k, a.v, dout, lse, delta, dk, dv),
+    launch(
+        *(key_kernel, grid, a.q, a.k, a.v, dout, lse, delta, dk, dv),
         *_inputs(a),
         *strides(a.q, a.k, a.v, dout),
         *_bias_strides(a.bias),

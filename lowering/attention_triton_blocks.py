@@ -34,6 +34,7 @@ from .attention_triton_launch import (
     unit_stride,
     window,
 )
+from .launch import launch
 from .tile_lists import tiles_for
 from .tuning import padded_dim
 
@@ -91,7 +92,8 @@ def forward(a: AttentionArgs) -> tuple[Tensor, Tensor]:
     tma = a.key_mask is None and by_tma(target, q, k, v)
     listed, grid, heads_each = _grid(a, total, tiles)
     with torch.cuda.device_of(q):
-        forward_kernel[grid](
+        launch(
+            *(forward_kernel, grid),
             *(ragged(x, tiles.rows) if tma else x for x in (q, k, v)),
             *(out, lse, tiles_for(a, QUERIES, tiles.span)),
             *(a.q_offsets, *optional_inputs(a)),
@@ -121,7 +123,8 @@ def backward(
     tma = a.key_mask is None and by_tma(target, q, k, v, dout)
     listed, grid, heads_each = _grid(a, k.shape[0], tiles)
     with torch.cuda.device_of(q):
-        backward_kernel[grid](
+        launch(
+            *(backward_kernel, grid),
             *(ragged(x, tiles.rows) if tma else x for x in (q, k, v, dout)),
             *(lse, dq, dk, dv),
             *(ragged(x, tiles.rows) if tma else x for x in (dq, dk, dv)),

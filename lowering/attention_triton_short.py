@@ -34,6 +34,7 @@ from .attention_triton_short_kernels import (
     forward_kernel,
     order_kernel,
 )
+from .launch import launch
 from .tuning import Tiling, padded_dim
 
 SMALLEST_CHUNK = 512  # keys; less is not worth a program of its own
@@ -86,7 +87,8 @@ def forward(a: AttentionArgs) -> tuple[Tensor, Tensor]:
     chunk, chunks = chunking(a)
     sums, tops, totals = _sums(out, lse, chunks)
     with torch.cuda.device_of(q):
-        forward_kernel[_grid(a, chunks)](
+        launch(
+            *(forward_kernel, _grid(a, chunks)),
             *(q, *(ragged(x, tiles.BN) if tma else x for x in (k, v))),
             *(out, lse, sums, tops, totals, longest_first(a.k_offsets)),
             *(a.q_offsets, a.k_offsets, *optional_inputs(a)),
@@ -112,7 +114,8 @@ def backward(
     chunk, chunks = chunking(a)
     sums, nothing, _ = _sums(dq, lse[:0], chunks)
     with torch.cuda.device_of(q):
-        backward_kernel[_grid(a, chunks)](
+        launch(
+            *(backward_kernel, _grid(a, chunks)),
             *(q, *(ragged(x, tiles.BN) if tma else x for x in (k, v))),
             *(out, dout, lse, dq, dk, dv, sums, longest_first(a.k_offsets)),
             *(a.q_offsets, a.k_offsets, *optional_inputs(a)),
@@ -132,7 +135,7 @@ def longest_first(offsets: Tensor) -> Tensor:
     batch, size = offsets.shape[0] - 1, 16
     order = offsets.new_empty(batch, dtype=torch.int32)
     if batch:
-        order_kernel[(triton.cdiv(batch, size),)](order, offsets, batch, R=size, CHUNK=256)
+        launch(order_kernel, (triton.cdiv(batch, size),), order, offsets, batch, R=size, CHUNK=256)
     return order
 
 
@@ -166,7 +169,8 @@ def _combine(
 ) -> None:
     """Fills the rows of x, and of lse for a softmax, that belong to sequences in chunks."""
     total, heads, dim = x.shape
-    combine_kernel[(_batch(a) * a.k.shape[1],)](
+    launch(
+        *(combine_kernel, (_batch(a) * a.k.shape[1],)),
         *(x, lse, sums, tops, totals, a.q_offsets, a.k_offsets, chunk, total),
         H=heads,
         GROUP=heads // a.k.shape[1],

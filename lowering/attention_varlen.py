@@ -21,6 +21,7 @@ from gemcompile.ops.kernels import Kernel, register
 from gemcompile.target import Target
 
 from .attention_triton_tiles import tail_kernel
+from .launch import launch
 
 _OLDEST = 80  # compute capability
 
@@ -125,7 +126,8 @@ def zero_dead_rows_(x: Tensor, offsets: Tensor) -> Tensor:
     rows, heads, dim = x.shape
     block = 128
     with torch.cuda.device_of(x):
-        tail_kernel[(triton.cdiv(rows, block),)](
+        launch(
+            *(tail_kernel, (triton.cdiv(rows, block),)),
             *(x, offsets, offsets.shape[0] - 1, rows),
             H=heads,
             D=dim,

@@ -7,6 +7,7 @@ are persistent and walk a list of tiles, most work first (``tile_lists``).
 """
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,9 +40,17 @@ HEADER = gl.constexpr(tiles.HEADER)
 RECORD = gl.constexpr(tiles.RECORD)
 
 
-@lru_cache
-def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], TYPES[dtype])
+@lru_cache(maxsize=1024)
+def _form(width: int, stride: int, rows: int, columns: int, dtype: torch.dtype) -> dict[str, Any]:
+    """All of a descriptor but the tensor: rows of ``width`` elements, ``stride`` apart."""
+    block = [1, 1, rows, columns]
+    return {
+        "shape": [0x7FFF0000, 0x7FFF0000, MAX_ROWS, width],
+        "strides": [2**34 - stride, stride, stride, 1],
+        "block_shape": block,
+        "layout": gl.NVMMASharedLayout.get_default_for(block, TYPES[dtype]),
+        "padding": "zero",
+    }
 
 
 def descriptor(x: Tensor, rows: int = ROWS, columns: int | None = None) -> TensorDescriptor:
@@ -54,13 +63,10 @@ def descriptor(x: Tensor, rows: int = ROWS, columns: int | None = None) -> Tenso
     at 64 bits, and with coordinates (FAR, start + length, FAR - length + row, column) the end of
     the sequence falls on the end of the rows' dimension (as in ``triton.tools.ragged_tma``).
     """
-    heads, dim = x.shape[1:]
-    columns = columns or dim
-    stride = x.stride(0)
-    shape = [0x7FFF0000, 0x7FFF0000, MAX_ROWS, heads * dim]
-    strides = [2**34 - stride, stride, stride, 1]
-    layout = _layout(rows, columns, x.dtype)
-    return TensorDescriptor(x, shape, strides, [1, 1, rows, columns], layout)
+    _, heads, dim = x.shape
+    made = TensorDescriptor.__new__(TensorDescriptor)  # its checks take longer than all the rest
+    vars(made).update(_form(heads * dim, x.stride(0), rows, columns or dim, x.dtype), base=x)
+    return made
 
 
 @aggregate

@@ -15,6 +15,8 @@ from gemcompile.ops.kernels import Kernel, register
 from gemcompile.ops.tiles import HEADER, RECORD, SECTIONS, reach, room, section_ends
 from gemcompile.target import Target
 
+from .launch import launch
+
 SEQUENCES = 16  # of one program
 COMPARED = 256  # sequences at a time
 SHARES = 16  # programs for the same sequences, where each of their tiles counts anew
@@ -65,7 +67,8 @@ def _launch(
     batch = q_offsets.shape[0] - 1
     with torch.cuda.device_of(q_offsets):
         shares = 1 if right is None else SHARES
-        tile_list_kernel[(max(1, triton.cdiv(batch, SEQUENCES)), len(sections), shares)](
+        launch(
+            *(tile_list_kernel, (max(1, triton.cdiv(batch, SEQUENCES)), len(sections), shares)),
             *(tiles, q_offsets, k_offsets, q_rows, k_rows, batch, min(right or 0, 2**30)),
             SECTIONS=sections,
             LIMITED=right is not None,

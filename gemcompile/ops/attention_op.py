@@ -16,6 +16,7 @@ device value back; max_q and max_k are bounds on the lengths that size grids, no
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +39,8 @@ _MASKS = (
     "int window_left=-1, int window_right=-1, int block=0, Tensor? num_targets=None, "
     "Tensor? num_contextual=None, Tensor? tiles=None, bool deterministic=False"
 )
+_REQUIRED = 17  # arguments without a default
+_DEFAULTS = (-1, -1, 0, None, None, None, False)  # of the others
 # Kernels take any strides, so Inductor may lay inputs out as it likes.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
@@ -89,32 +92,60 @@ def _fake_backward(dout: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Te
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.options, ctx.masks, ctx.deterministic = inputs[11:17], inputs[17:20], inputs[23]
-    ctx.save_for_backward(*inputs[:11], *output, *inputs[20:23])
-    ctx.mark_non_differentiable(output[1])
+class _Autograd(torch.autograd.Function):
+    """Autograd of the op. By ``torch.library.register_autograd``, which goes through the schema in
+    every call to fill in what was left out, a call cost the host more than all the rest of it."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: Any, *inputs: Any) -> Any:
+        out, lse = _below_autograd(keys, inputs)
+        ctx.options, ctx.masks, ctx.deterministic = inputs[11:17], inputs[17:20], inputs[23]
+        ctx.save_for_backward(*inputs[:11], out, lse, *inputs[20:23])
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        dout = grads[0]
+        gradients: list[Tensor | None] = [None] * 25
+        if dout is None:
+            return tuple(gradients)
+        tensors = ctx.saved_tensors
+        wants_bias = ctx.needs_input_grad[9]
+        dq, dk, dv, dbias = torch.ops.gem.jagged_attention_backward(
+            *(dout, *tensors[:11], *ctx.options, *tensors[11:13], wants_bias, *ctx.masks),
+            *(*tensors[13:], ctx.deterministic),
+        )
+        gradients[1:4] = dq, dk, dv
+        gradients[9] = dbias if wants_bias else None
+        return tuple(gradients)
 
 
-def _autograd(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    tensors, (out, lse), late = (ctx.saved_tensors[i:j] for i, j in ((0, 11), (11, 13), (13, 16)))
-    wants_bias = ctx.needs_input_grad[8]
-    dq, dk, dv, dbias = torch.ops.gem.jagged_attention_backward(
-        *(dout, *tensors, *ctx.options, out, lse, wants_bias, *ctx.masks, *late),
-        ctx.deterministic,
-    )
-    gradients: list[Tensor | None] = [None] * 24
-    gradients[:3] = dq, dk, dv
-    gradients[8] = dbias if wants_bias else None
-    return tuple(gradients)
+def _below_autograd(keys: Any, inputs: tuple[Any, ...]) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.gem.jagged_attention.default.redispatch(
+            keys & torch._C._after_autograd_keyset, *inputs
+        )
+
+
+def _with_autograd(keys: Any, *inputs: Any) -> Any:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in _differentiable(inputs)):
+        # The dispatcher leaves out what equals the default.
+        return _Autograd.apply(keys, *inputs, *_DEFAULTS[len(inputs) - _REQUIRED :])
+    return _below_autograd(keys, inputs)
+
+
+def _differentiable(inputs: tuple[Any, ...]) -> Iterator[Tensor]:
+    """q, k, v and the bias."""
+    return (inputs[i] for i in (0, 1, 2, 8) if inputs[i] is not None)
 
 
 _library.impl(FORWARD, _forward, "CompositeExplicitAutograd")
 _library.impl(BACKWARD, _backward, "CompositeExplicitAutograd")
 torch.library.register_fake(f"gem::{FORWARD}", _fake_forward, lib=_library)
 torch.library.register_fake(f"gem::{BACKWARD}", _fake_backward, lib=_library)
-torch.library.register_autograd(
-    f"gem::{FORWARD}", _autograd, setup_context=_setup_context, lib=_library
-)
+_library.impl(FORWARD, _with_autograd, "Autograd", with_keyset=True)
 
 
 def _supports_all(target: Target, request: object) -> str | None:
