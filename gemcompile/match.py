@@ -37,7 +37,7 @@ from .match_unify import Found, unify
 from .pass_manager import Context
 from .report import source_line
 
-__all__ = ["Match", "Pattern", "calls", "find", "obstacle"]
+__all__ = ["Match", "Pattern", "calls", "find", "obstacle", "surroundings"]
 
 _MODES = (
     torch.amp.autocast_mode._enter_autocast,
@@ -90,7 +90,7 @@ class Pattern:
 
     def __init__(self, function: Callable[..., Any], **examples: Any) -> None:
         self.function = function
-        self.parameters = inspect.signature(function).parameters
+        self.parameters: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
         unknown = [name for name in examples if name not in self.parameters]
         if unknown:
             raise TypeError(f"pattern {function.__name__} has no parameter {unknown[0]!r}")
@@ -237,3 +237,16 @@ def calls(
         and (n.target in operators or getattr(n.target, "_overloadpacket", None) in operators)
         and where(n)
     ]
+
+
+def surroundings(gm: GraphModule) -> dict[Node, tuple[int, Any]]:
+    """What every node stands in: the stretch of one autocast and grad mode, the checkpoint region.
+
+    Only nodes with equal surroundings may be merged into one.
+    """
+    found: dict[Node, tuple[int, Any]] = {}
+    stretch = 0
+    for n in gm.graph.nodes:
+        stretch += n.op == "call_function" and n.target in _MODES
+        found[n] = stretch, n.meta.get("ac_graph_id")
+    return found

@@ -42,6 +42,7 @@ class Rewrite(Pass):
         spellings: further functions of the same parameters, tried where ``pattern`` does not stand.
         examples: examples for the parameters, as `gemcompile.match.Pattern` takes them.
         kind: the kind of site in the report.
+        patterns: made of ``pattern`` and ``spellings``, for `gemcompile.match.find`.
     """
 
     pattern: ClassVar[Callable[..., Any]]
@@ -49,13 +50,13 @@ class Rewrite(Pass):
     spellings: ClassVar[tuple[Callable[..., Any], ...]] = ()
     examples: ClassVar[dict[str, Any]] = {}
     kind: ClassVar[str] = "graph"
-    _patterns: ClassVar[tuple[Pattern, ...]] = ()
+    patterns: ClassVar[tuple[Pattern, ...]] = ()
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if hasattr(cls, "pattern"):
             functions = (cls.pattern, *cls.spellings)
-            cls._patterns = tuple(Pattern(f, **cls.examples) for f in functions)
+            cls.patterns = tuple(Pattern(f, **cls.examples) for f in functions)
 
     def check(self, m: Match, context: Context) -> str | None:
         """None, or why this place must stay, as a clause fit to follow "declined because"."""
@@ -64,7 +65,7 @@ class Rewrite(Pass):
     def run(self, gm: GraphModule, context: Context) -> int:
         """Rewrite every place; returns how many."""
         changes = 0
-        for m in find(gm, self._patterns, context, self.kind):
+        for m in find(gm, self.patterns, context, self.kind):
             reason = self.check(m, context)
             old = graph.target_name(m.output)
             if reason is not None:

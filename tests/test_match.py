@@ -175,6 +175,20 @@ def test_calls() -> None:
     assert calls(gm, aten.mul) == []
 
 
+def test_surroundings() -> None:
+    def fn(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = x.exp()
+        return torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False) + y.sin()
+
+    gm = trace(fn, X.clone().requires_grad_())
+    around = match.surroundings(gm)
+    inner, outer = calls(gm, aten.sin)
+    (exp,) = calls(gm, aten.exp)
+    assert around[inner][0] == around[outer][0] != around[exp][0]
+    assert around[inner] != around[outer]
+
+
 # --- where a match may not be rewritten -----------------------------------------------------------
 
 
