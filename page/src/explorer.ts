@@ -350,6 +350,7 @@ export class Explorer implements Host {
   // --- search and steps ------------------------------------------------------------------------
 
   private search(): void {
+    this.results.classList.remove("chosen");
     const words = this.input.value.trim();
     this.hits = words ? find(words, this.diff) : [];
     this.hit = -1;
@@ -372,6 +373,7 @@ export class Explorer implements Host {
 
   private nextHit(step: number): void {
     if (!this.hits.length) return;
+    this.results.classList.add("chosen");
     this.hit = (this.hit + step + this.hits.length) % this.hits.length;
     this.found.textContent = `${this.hit + 1} of ${this.hits.length.toLocaleString("en")}`;
     this.goTo(this.hits[this.hit]);

@@ -6,11 +6,13 @@ import type { Placed, Point } from "./layout";
 const RANK = 24;
 const GAP = 18;
 
-export function layered(sizes: Point[], links: Point[]): Placed {
+/** The first `count` of `sizes` are items, in the graph's order; others mark the group's edge. */
+export function layered(all: Point[], links: Point[], count: number): Placed {
+  const sizes = all.slice(0, count);
   const feeds: number[][] = sizes.map(() => []);
   const uses: number[][] = sizes.map(() => []);
   for (const [a, b] of links) {
-    if (a >= b) continue; // items are in the graph's order: this would run back
+    if (a >= b || b >= count) continue; // a link back, or to the edge
     feeds[b].push(a);
     uses[a].push(b);
   }

@@ -50,6 +50,14 @@ export interface Placed {
   height: number;
 }
 
+/** A group's edge, where wires from outside come in, or leave. */
+type End = Item | "in" | "out";
+
+interface Level {
+  edges: Edge[];
+  pairs: [End, End][];
+}
+
 const DAGRE_ITEMS = 160;
 const USES = 4; // of a value that are drawn; an input's other uses are quiet from the second on
 const PAD = 14;
@@ -63,7 +71,7 @@ class Layout {
   private parent = new Map<Item, Item | null>();
   private shownAs = new Map<string, Item>();
   private instance = new Map<string, [string, number][]>();
-  private levels = new Map<Item, { edges: Edge[]; pairs: [Item, Item][] }>();
+  private levels = new Map<Item, Level>();
   private placed = new Map<Item, Placed>();
   private boxes: Box[] = [];
   private byItem = new Map<Item, Box>();
@@ -147,7 +155,8 @@ class Layout {
     return out.reverse();
   }
 
-  /** Each edge to the innermost group that holds both of its ends. */
+  /** Each edge to the innermost group that holds both of its ends, and to those it enters or
+   * leaves on its way, whose layouts keep a lane free for it. */
   private distribute(edges: Edge[]): void {
     for (const edge of edges) {
       if (edge.quiet) continue;
@@ -155,25 +164,33 @@ class Layout {
       let i = 0;
       while (a[i + 1] && a[i + 1] === b[i + 1]) i++;
       if (!a[i + 1] || !b[i + 1]) continue;
-      const level = this.levels.get(a[i]) ?? { edges: [], pairs: [] };
-      this.levels.set(a[i], level);
-      level.edges.push(edge);
-      level.pairs.push([a[i + 1], b[i + 1]]);
+      this.add(a[i], edge, [a[i + 1], b[i + 1]]);
+      for (let j = i + 1; j + 1 < a.length; j++) this.add(a[j], edge, [a[j + 1], "out"]);
+      for (let j = i + 1; j + 1 < b.length; j++) this.add(b[j], edge, ["in", b[j + 1]]);
     }
+  }
+
+  private add(group: Item, edge: Edge, pair: [End, End]): void {
+    const level = this.levels.get(group) ?? { edges: [], pairs: [] };
+    this.levels.set(group, level);
+    level.edges.push(edge);
+    level.pairs.push(pair);
   }
 
   private measure(item: Item): Point {
     if (item.kind === "leaf" || !this.isOpen(item)) return this.size(item);
     const sizes = item.items.map((child) => this.measure(child));
     const pairs = this.levels.get(item)?.pairs ?? [];
-    const index = new Map(item.items.map((child, i) => [child, i]));
+    const index = new Map<End, number>(item.items.map((child, i) => [child, i]));
+    for (const end of ["in", "out"] as const) {
+      if (!pairs.some((pair) => pair.includes(end))) continue;
+      index.set(end, sizes.length);
+      sizes.push([1, 1]);
+    }
     const links = pairs.map(([a, b]): Point => [index.get(a)!, index.get(b)!]);
     const arrange = item.items.length <= DAGRE_ITEMS ? withDagre : layered;
-    const placed = arrange(sizes, links);
-    this.placed.set(item, placed);
-    const head = item === this.root ? PAD : HEAD + PAD;
-    const least = item === this.root ? 0 : this.size(item)[0];
-    return [Math.max(placed.width + 2 * PAD, least), placed.height + head + PAD];
+    this.placed.set(item, arrange(sizes, links, item.items.length));
+    return this.extent(item);
   }
 
   private place(item: Item, x: number, y: number, depth: number): void {
@@ -194,7 +211,10 @@ class Layout {
       this.place(child, left + cx - cw / 2, top + cy - ch / 2, depth + 1);
     });
     (this.levels.get(item)?.edges ?? []).forEach((edge, i) => {
-      this.bends.set(edge, placed.bends[i].map(([px, py]): Point => [left + px, top + py]));
+      const bends = placed.bends[i].map(([px, py]): Point => [left + px, top + py]);
+      const known = this.bends.get(edge) ?? [];
+      const leaving = this.levels.get(item)!.pairs[i][1] === "out";
+      this.bends.set(edge, leaving ? [...bends, ...known] : [...known, ...bends]);
     });
   }
 
@@ -209,7 +229,10 @@ class Layout {
     const [from, to] = [this.byItem.get(edge.from)!, this.byItem.get(edge.to)!];
     const start: Point = [from.x + from.w / 2, from.y + from.h];
     const end: Point = [to.x + to.w / 2, to.y];
-    const between = (this.bends.get(edge) ?? []).filter(([, y]) => y > start[1] && y < end[1]);
+    let last = start[1];
+    const between = (this.bends.get(edge) ?? []).filter(
+      ([, y]) => y > last && y < end[1] && ((last = y), true),
+    );
     const points = [start, ...between, end];
     const [xs, ys] = [points.map((p) => p[0]), points.map((p) => p[1])];
     const [x, y] = [Math.min(...xs), Math.min(...ys)];

@@ -92,7 +92,7 @@ export class Pane {
       ? first.reduce((sum, box) => sum + box.x + box.w / 2, 0) / first.length
       : picture.width / 2;
     view.x = middle - view.width / scale / 2;
-    view.y = -40;
+    view.y = -6;
     this.clamp();
     this.redraw();
   }

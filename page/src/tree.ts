@@ -50,9 +50,16 @@ export function isWeight(n: Node): boolean {
   return n.op === "parameter" || n.op === "attribute" || (n.op === "input" && n.dtype === "int");
 }
 
+/** Which groups a value has passed through and left, as bits by the group's number. */
+type Bits = number[];
+
 class Builder {
   private shapes = new Map<string, number>();
-  private groups = new Map<string, Group>();
+  private groups = new Map<string, Group>(); // the latest of each module path
+  private numbers = new Map<Group, number>();
+  private parents = new Map<Group, Group>();
+  private homes = new Map<string, Group[]>(); // by node name, outermost first
+  private left = new Map<string, Bits>();
 
   constructor(private side: Side) {}
 
@@ -75,22 +82,51 @@ class Builder {
     return { kind: "group", key, label, items: [], leaves: [], shape: 0, order: 0 };
   }
 
+  /** The group of the node's module; a new one where the node depends on what left the old one.
+   *
+   * A module that runs twice would otherwise be one group that feeds itself, and every arrow
+   * around it would point both ways.
+   */
   private home(root: Group, node: Node): Group {
     const rowSet = /^gem_(?:groups|index|inverse|offsets|positions)_(\d+)$/.exec(node.name);
     const path = rowSet ? [`row set ${rowSet[1]}`] : node.module ? node.module.split(".") : [];
+    const passed = this.passed(node);
+    const chain: Group[] = [];
     let at = root;
     let key = "";
     for (const part of path) {
       key = key ? `${key}.${part}` : part;
       let next = this.groups.get(key);
-      if (!next) {
-        next = this.group(key, part);
+      const parentIsNew = next && this.parents.get(next) !== at;
+      if (!next || parentIsNew || has(passed, this.numbers.get(next)!)) {
+        const again = next ? Number(/~(\d+)$/.exec(next.key)?.[1] ?? 1) + 1 : 1;
+        next = this.group(again > 1 ? `${key}~${again}` : key, part);
+        this.numbers.set(next, this.numbers.size);
+        this.parents.set(next, at);
         this.groups.set(key, next);
         at.items.push(next);
       }
+      chain.push(next);
       at = next;
     }
+    const left = passed;
+    for (const input of node.inputs) {
+      for (const group of this.homes.get(input) ?? []) {
+        if (!chain.includes(group)) add(left, this.numbers.get(group)!);
+      }
+    }
+    this.homes.set(node.name, chain);
+    this.left.set(node.name, left);
     return at;
+  }
+
+  /** What the node's inputs have left on their way, themselves not counted. */
+  private passed(node: Node): Bits {
+    const out: Bits = [];
+    for (const input of node.inputs) {
+      this.left.get(input)?.forEach((word, i) => (out[i] = (out[i] ?? 0) | word));
+    }
+    return out;
   }
 
   private shape(text: string): number {
@@ -165,4 +201,13 @@ class Builder {
 function alike(a: Item, b: Item): boolean {
   const stem = (text: string) => text.replace(/\d+/g, "#");
   return b.kind === "group" && a.shape === b.shape && stem(a.label) === stem(b.label);
+}
+
+function has(bits: Bits, i: number): boolean {
+  return (((bits[i >> 5] ?? 0) >>> (i & 31)) & 1) === 1;
+}
+
+function add(bits: Bits, i: number): void {
+  while (bits.length <= i >> 5) bits.push(0);
+  bits[i >> 5] |= 1 << (i & 31);
 }
