@@ -42,7 +42,7 @@ class FuseAttention(Pass):
         changes = write_out_encoder_layers(gm)
         graph = _Surroundings(gm.graph)
         scores = Scores(_parameters(gm.graph, context))
-        sizes, cache, placer = Sizes(gm.graph), MaskCache(gm), Placer()
+        sizes, cache, placer = Sizes(gm.graph), MaskCache(gm), Placer(context.options.strict)
         for node in list(gm.graph.nodes):
             try:
                 match = _match(node, scores)

@@ -6,6 +6,7 @@ What is left over is kept as a mask tensor.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,13 +18,15 @@ from gemcompile.graph import arguments, is_call, value
 
 from .axes import Label, Labels, axes_of, same, settle, through
 from .masks import CASTS, Band, Leaf, Literal
-from .place_rules import Rule, both, rule_of
+from .place_rules import Rule, both, rule_among, rule_of
 from .place_terms import Unreadable, all_of
 from .places import NUMBERS, Reader, operand_labels
 
 aten = torch.ops.aten
 
 _NO_RULE = "for some lengths it is no window and none of HSTU's masks"
+
+_REACHES = "no sequence ends among its contextual rows"
 
 _FLOORED = (aten.floor_divide.default, aten.floor_divide.Scalar)
 _DIVIDED = (aten.div.Tensor_mode, aten.div.Scalar_mode)
@@ -41,6 +44,7 @@ class Placed:
         literals: what these stand for.
         rest: what the op has no argument for.
         why: for masks of places among the rest, why they are.
+        assumed: what has to hold beyond what is proven, or "".
     """
 
     rule: Rule = Rule()
@@ -50,6 +54,7 @@ class Placed:
     literals: list[Literal] = field(default_factory=list)
     rest: list[Literal] = field(default_factory=list)
     why: str = ""
+    assumed: str = ""
 
     @property
     def some(self) -> bool:
@@ -60,11 +65,17 @@ class Placed:
 class Placer:
     """Sorts the masks of a graph's sites; what a mask means is found out once for all layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, strict: bool = False) -> None:
+        self.strict = strict
         self._known: dict[Any, Rule | None] = {}
 
-    def __call__(self, literals: list[Literal], b: Label, q: Label, k: Label) -> Placed:
-        """The op's arguments for masks that vary along queries q and keys k, of sequences b."""
+    def __call__(
+        self, literals: list[Literal], keys: Sequence[Literal], b: Label, q: Label, k: Label
+    ) -> Placed:
+        """The op's arguments for masks that vary along queries q and keys k, of sequences b.
+
+        ``keys`` are the site's masks that hide keys from every query.
+        """
         if not literals or not q or not same(_size(q), _size(k)):
             return Placed(rest=literals)
         found = Placed()
@@ -79,9 +90,33 @@ class Placer:
         if rule is not None:
             found.rule, found.data, found.data_labels = rule, reader.data, reader.data_labels
             found.literals, found.rest = found.literals + found.rest, []
-        else:
-            self._windows(found, b, q, k)
+            return found
+        self._windows(found, b, q, k)
+        known = self._among(found, keys, b, q, k)
+        if known is not None:
+            found.rule, found.data, found.data_labels = known
+            found.why, found.assumed = "", _REACHES
+            found.literals, found.rest = found.literals + found.rest, []
         return found
+
+    def _among(
+        self, found: Placed, keys: Sequence[Literal], b: Label, q: Label, k: Label
+    ) -> tuple[Rule, Node, Labels] | None:
+        """The rule that the rest is among the keys that are not masked, and its integers."""
+        if self.strict or not found.rest or not keys or found.rule != Rule():
+            return None
+        reader = Reader(q, k)
+        try:
+            rest, kept = (all_of(map(reader.literal, x)) for x in (found.rest, keys))
+        except Unreadable:
+            return None
+        if reader.data is None or not axes_of(reader.data_labels) <= set(b):
+            return None
+        key = tuple(_key(x, q, k) for x in found.rest), tuple(_key(x, q, k) for x in keys)
+        if key not in self._known:
+            self._known[key] = rule_among(rest, kept)
+        rule = self._known[key]
+        return None if rule is None else (rule, reader.data, reader.data_labels)
 
     def _windows(self, found: Placed, b: Label, q: Label, k: Label) -> None:
         """Those of the rest that are windows one by one."""

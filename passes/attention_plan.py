@@ -89,6 +89,7 @@ def plan(match: Match, strict: bool, placer: Placer) -> Plan:
         raise Declined("the additive mask hides whole queries, where softmax then ignores it")
     if assumed and strict:
         raise Declined(f"it is not proven that {assumed}, and strict=True")
+    assumed = " and ".join(filter(None, (assumed, before.placed.assumed)))
     return Plan(match, g, _dtype(match), before, after, table, empty, assumed)
 
 
@@ -115,7 +116,7 @@ def _sorted(literals: dict[Any, Literal], g: Groups, placer: Placer) -> Masks:
             wide.append(x)
         else:
             masks.keys.append(x)
-    masks.placed = placer(wide, g.b, g.q, g.k)
+    masks.placed = placer(wide, masks.keys, g.b, g.q, g.k)
     if masks.dense and _is_full([axes_of(x.labels) for x in masks.dense if isinstance(x, Leaf)], g):
         raise Declined("the mask is as large as the scores")
     return masks

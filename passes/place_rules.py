@@ -20,7 +20,7 @@ from torch import Tensor
 from gemcompile.ops.attention_args import AttentionArgs
 from gemcompile.ops.attention_masks import visible
 
-from .place_terms import Formula, Points
+from .place_terms import Formula, Points, all_of, conjunction
 
 # Farther than any sum of bounds, which are at most _LARGEST and not more than _MOST in number.
 _FAR, _LARGEST, _MOST = 2**40, 2**31, 16
@@ -50,11 +50,12 @@ class Rule:
         found = _seen(self, history, torch.tensor([self.contextual]), p)
         return torch.ones_like(p.row, dtype=torch.bool) if found is None else found[0]
 
-    def bounds(self) -> frozenset[int]:
-        """The numbers that differences of places are compared with."""
+    def formula(self) -> Formula:
+        """The rule as a formula."""
         folds = (0, self.contextual - 1, self.history or 0)
         apart = {x - y for x in folds for y in folds}
-        return frozenset(n + d for n in (0, self.left, self.right) for d in apart)
+        bounds = frozenset(n + d for n in (0, self.left, self.right) for d in apart)
+        return Formula(self.at, bounds)
 
 
 def _seen(rule: Rule, history: Tensor, contextual: Tensor, p: Points) -> Tensor | None:
@@ -76,10 +77,44 @@ def _seen(rule: Rule, history: Tensor, contextual: Tensor, p: Points) -> Tensor 
 
 def rule_of(formula: Formula, has_data: bool) -> Rule | None:
     """The rule that equals the formula; None where there is none."""
-    sizes = {abs(n) for n in formula.bounds}
-    if len(sizes) > _MOST or max(sizes, default=0) > _LARGEST:
+    if not _looked_at(formula):
         return None
     return _history(formula) if has_data else _window(formula)
+
+
+def rule_among(formula: Formula, keys: Formula) -> Rule | None:
+    """The rule that equals the formula among the keys of which ``keys`` leaves a prefix.
+
+    HSTU's contextual rows without targets see all keys of the sequence. Queries in the padding see
+    the padding, too, which the op's rule would hide: that is the same where keys are masked.
+    ``keys`` has to be j < n + the sequence's integer, which has to reach past the contextual rows.
+    """
+    both = conjunction(formula, keys)
+    if not _looked_at(both):
+        return None
+    numbers = sorted(_numbers(both), key=abs)
+    ends = [n for n in numbers if _equal(keys, _prefix(n), has_data=True)]
+    for end, first in itertools.product(ends, (n for n in numbers if n >= 0)):
+        rule = Rule(True, history=end, contextual=first + 1)
+        long = _reaches(first, end)
+        ours = all_of([rule.formula(), keys, long])
+        if _equal(conjunction(both, long), ours, has_data=True):
+            return rule
+    return None
+
+
+def _prefix(n: int) -> Formula:
+    return Formula(lambda p: p.column < p.data + n, frozenset([n]))
+
+
+def _reaches(place: int, n: int) -> Formula:
+    return Formula(lambda p: place < p.data + n, frozenset([n - place]))
+
+
+def _looked_at(formula: Formula) -> bool:
+    """Points can tell it from others: they are neither too many nor too far."""
+    sizes = {abs(n) for n in formula.bounds}
+    return len(sizes) <= _MOST and max(sizes, default=0) <= _LARGEST
 
 
 def _window(formula: Formula) -> Rule | None:
@@ -94,15 +129,12 @@ def _window(formula: Formula) -> Rule | None:
         return None
     left, right = (-1 if side > beyond else side for side in (left, right))
     rule = Rule(right == 0, left, -1 if right == 0 else right)
-    return rule if _equal(formula, rule, has_data=False) else None
+    return rule if _equal(formula, rule.formula(), has_data=False) else None
 
 
 def _history(formula: Formula) -> Rule | None:
-    """Candidates are made of the formula's own bounds; most fall at a few of the points.
-
-    A bound may be written in two ways, x < n and x <= n - 1.
-    """
-    bounds = {s * n + d for n in formula.bounds for s in (1, -1) for d in (-1, 0, 1)} | {0}
+    """Candidates are made of the formula's own bounds; most fall at a few of the points."""
+    bounds = _numbers(formula)
     few = _sample(formula, _points(formula.bounds, has_data=True))
     truth = formula.at(few)
     sides = [-1, *sorted(n for n in bounds if n >= 0)]
@@ -113,14 +145,19 @@ def _history(formula: Formula) -> Rule | None:
         assert seen is not None
         for i in (seen == truth).all(1).nonzero().flatten().tolist():
             rule = Rule(True, left, -1, int(history[i]), int(contextual[i]))
-            if _equal(formula, rule, has_data=True):
+            if _equal(formula, rule.formula(), has_data=True):
                 return rule
     return None
 
 
-def _equal(formula: Formula, rule: Rule, has_data: bool) -> bool:
-    points = _points(formula.bounds | rule.bounds(), has_data)
-    return torch.equal(formula.at(points), rule.at(points))
+def _numbers(formula: Formula) -> set[int]:
+    """What may be compared with: a bound may be written in two ways, x < n and x <= n - 1."""
+    return {s * n + d for n in formula.bounds for s in (1, -1) for d in (-1, 0, 1)} | {0}
+
+
+def _equal(a: Formula, b: Formula, has_data: bool) -> bool:
+    points = _points(a.bounds | b.bounds, has_data)
+    return torch.equal(a.at(points), b.at(points))
 
 
 def _sample(formula: Formula, p: Points) -> Points:

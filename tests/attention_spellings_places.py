@@ -197,6 +197,13 @@ def hstu_without_targets(q, k, v, lens):
     return hstu_attention(q, k, v, mask)
 
 
+@placed("keys, causal, targets, 2 contextual")  # no targets, but a history that ends
+def hstu_context_without_targets(q, k, v, lens):
+    lens = lens.clamp(min=2)  # the contextual rows are always there
+    mask = hstu_mask(q.shape[1], lens, None, contextual=2) & valid(lens, q.shape[1])[:, None, :]
+    return hstu_attention(q, k, v, mask)
+
+
 @placed("causal, targets")
 def targets_written_out(q, k, v, lens):
     """Another spelling of the same mask: no clamps."""
@@ -340,6 +347,20 @@ def hstu_with_one_target_fewer_seen(q, k, v, lens):
     ids = torch.arange(n).clamp(max=(lens - lens // 3)[:, None])
     rows, cols = ids[:, :, None], ids[:, None, :]
     mask = torch.eye(n, dtype=torch.bool) | (rows - cols > 1)
+    return hstu_attention(q, k, v, mask)
+
+
+@dense("for some lengths it is no window and none of HSTU's masks", mask="none")
+def hstu_context_without_targets_or_key_mask(q, k, v, lens):
+    """Queries in the padding see the padding, which contextual rows do not."""
+    return hstu_attention(q, k, v, hstu_mask(q.shape[1], lens, None, contextual=2))
+
+
+@dense("for some lengths it is no window and none of HSTU's masks")
+def hstu_context_among_fewer_keys_than_masked(q, k, v, lens):
+    """Contextual rows see one key less than there are."""
+    n = q.shape[1]
+    mask = hstu_mask(n, lens - 1, None, contextual=2) & valid(lens, n)[:, None, :]
     return hstu_attention(q, k, v, mask)
 
 

@@ -12,6 +12,7 @@ import torch
 from attention_helpers import Rewritten, only_site, results
 from torch.fx import GraphModule
 
+from gemcompile.options import Options
 from gemcompile.passes.axes import expression
 
 # Spellings whose rows without a valid key are NaN in eager (gem gives 0 there, as torch's SDPA
@@ -102,6 +103,18 @@ def test_mask_or_bias_that_the_op_has_no_argument_for_stays_a_tensor(
     run.check(inputs([16, 5, 9], 16) if dynamic else inputs([4, 1, 2, 3], 4))
     assert only_site(run).status == "rewritten"
     assert only_site(run).details == details
+
+
+def test_context_without_targets_is_rewritten_under_a_recorded_assumption() -> None:
+    fn = spellings.REWRITTEN["hstu_context_without_targets"]
+    run = Rewritten(fn)
+    run.check(inputs([16, 5, 9], 16))
+    assert only_site(run).reason == "assuming that no sequence ends among its contextual rows"
+    strict = Rewritten(fn, options=Options(strict=True))
+    strict.check(inputs([16, 1, 0], 16))
+    why = "for some lengths it is no window and none of HSTU's masks"
+    assert only_site(strict).reason == ""
+    assert only_site(strict).details["mask kept as a tensor"] == why
 
 
 @pytest.mark.parametrize("name", ["masked_fill_inf", "exp_over_sum", "multihead_attention"])

@@ -161,7 +161,7 @@ def decided(t: Tree, lens: Tensor) -> tuple[Placed, Labels, dict[Node, Any]]:
     b, q, k = fresh(like)
     below = aligned(mask, shape, (b, q, k))
     assert below is not None
-    placed = Placer()(list(conjuncts(mask, below, True)), b, q, k)
+    placed = Placer()(list(conjuncts(mask, below, True)), [], b, q, k)
     return placed, (b, q, k), Values(gm, lens, scores).env
 
 
