@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from . import match, ops, testing
 from .backend import gem
+from .bisect import Bisection, bisect
 from .explain import explain
 from .options import Options
 from .pass_manager import Pass
@@ -17,12 +18,14 @@ from .target import Target
 
 __version__ = "0.1.0"
 __all__ = [
+    "Bisection",
     "Options",
     "Pass",
     "Report",
     "Rewrite",
     "Site",
     "Target",
+    "bisect",
     "explain",
     "gem",
     "match",

@@ -60,15 +60,23 @@ def compile_graph(
     chosen: Options,
     manager: PassManager,
     patches: dict[str, Any],
+    run: Callable[[GraphModule], Compiled] = lambda gm: gm,
 ) -> Compiled:
-    """Compile one graph with the passes of ``manager``, and publish its report."""
+    """Compile one graph with the passes of ``manager``, and publish its report.
+
+    Args:
+        run: what makes a rewritten graph callable where there is no code generation.
+    """
     report = Report(graphs=1)
     context = Context(_target(example_inputs), chosen, report, example_inputs)
     context.cause, context.cure = leaving_cause(gm)
     start = time.perf_counter()
     try:
         rewritten = _rewrite(gm, manager, context)
-        compiled = _hand_over(gm, rewritten, patches, context)
+        if chosen.inner == "eager":
+            compiled = _with_prologue(run(rewritten), gm, context)
+        else:
+            compiled = _hand_over(gm, rewritten, patches, context)
         _note_bypass(chosen, report)
     except RestartAnalysis:
         raise
@@ -134,20 +142,19 @@ def _hand_over(
     original: GraphModule, rewritten: GraphModule, patches: dict[str, Any], context: Context
 ) -> Compiled:
     """Compile the rewritten graph, and put the prologue in front of it where there is one."""
-    options, prologue = context.options, context.prologue
-    if options.inner == "eager":
-        main: Compiled = rewritten
-    else:
-        if prologue:
-            if asks_for_cuda_graphs(patches):
-                reason = "the number of packed rows changes at every step"
-                context.report.add("graph", "declined", "CUDA graphs", reason)
-            patches = {**patches, "triton.cudagraphs": False}
-        inputs = [*context.example_inputs, *(prologue.fakes if prologue else ())]
-        main = _inductor(rewritten, inputs, stamped(options, patches))
-    if prologue is None:
-        return main
-    return prologue.runner(main, original if options.inner == "eager" else _beyond(original))
+    prologue = context.prologue
+    if prologue:
+        if asks_for_cuda_graphs(patches):
+            reason = "the number of packed rows changes at every step"
+            context.report.add("graph", "declined", "CUDA graphs", reason)
+        patches = {**patches, "triton.cudagraphs": False}
+    inputs = [*context.example_inputs, *(prologue.fakes if prologue else ())]
+    main = _inductor(rewritten, inputs, stamped(context.options, patches))
+    return _with_prologue(main, _beyond(original), context)
+
+
+def _with_prologue(main: Compiled, beyond: Compiled, context: Context) -> Compiled:
+    return main if context.prologue is None else context.prologue.runner(main, beyond)
 
 
 def _fall_back(

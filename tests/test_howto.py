@@ -24,7 +24,7 @@ def test_program(name: str, tmp_path: Path) -> None:
 def test_the_kernel_itself(tmp_path: Path) -> None:
     script = "../examples/howto/write_an_op_with_kernel.py"
     last = run_script(script, cache=tmp_path, interpret=True).splitlines()[-1]
-    assert last == "ok: howto.swiglu ran as the Triton kernel on cpu"
+    assert last.startswith("ok: howto.swiglu ran as the Triton kernel")
 
 
 def test_op_kernel_and_rewrite_are_under_60_lines() -> None:
