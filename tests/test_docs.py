@@ -39,8 +39,6 @@ def blocks(page: Path) -> list[Block]:
     out = []
     for found in FENCE.finditer(content):
         before = content[: found.start()]
-        if found[2].startswith("--8<--"):
-            continue  # a whole file: tests of its own run it
         why = NOT_RUN.search(before)
         out.append(Block(found[1], found[2], before.count("\n") + 1, why[1] if why else ""))
     return out
