@@ -68,8 +68,9 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {"README.md": a_model, "CONTRIB
 
 
 @named([p for p in PAGES if any(b.language == "python" for b in blocks(p))])
-def test_python_blocks_run(page: Path) -> None:
+def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one namespace, in order; a text block behind one shows lines that it printed."""
+    monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     torch._dynamo.reset()
     names: dict[str, Any] = {"__name__": "docs", **GIVEN.get(page.name, dict)()}
