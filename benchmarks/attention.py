@@ -5,9 +5,11 @@ padded cuDNN and flash, and FlexAttention is installed.
     python benchmarks/attention.py --device cuda --out attention.json
 
 On CUDA each time is the median over 200 ms of repeats after 50 ms of warm-up (sustained, as the
-card is power-capped); the SM clock while a line was measured stands beside it. "x" is against the
-first peer, "x best" against the fastest of them in the same run. ``attention_shapes.py`` says what
-FLOPs and floors count.
+card is power-capped). All contenders are measured in turn, ``--rounds`` times over, so that what
+the machine does meanwhile falls on all of them: times are medians over the rounds, "x" (against the
+first peer) and "x best" (against the fastest of them) medians of the rounds' ratios. The SM clock
+while a line was measured stands beside it. ``attention_shapes.py`` says what FLOPs and floors
+count.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 import torch
 from attention_peers import Peer, peers
 from attention_shapes import SHAPES, Batch, Shape
-from common import Clock, interleaved, save, show
+from common import Clock, interleaved, ratio, save, show
 
 import gemcompile.lowering  # noqa: F401  (registers the kernels)
 from gemcompile.ops import kernels
@@ -30,7 +32,7 @@ from gemcompile.ops.attention_args import AttentionRequest
 from gemcompile.target import Target
 
 OPS = ("jagged_attention", "jagged_attention_backward")
-Times = dict[str, tuple[float, float]]  # milliseconds forward and backward
+Times = dict[str, list[tuple[float, float]]]  # milliseconds forward and backward, of each round
 
 
 def able(shape: Shape, activation: str, dtype: torch.dtype, target: Target) -> Iterator[str]:
@@ -78,16 +80,18 @@ def measure(name: str, arguments: argparse.Namespace, clock: Clock) -> Iterator[
     dtype = getattr(torch, arguments.dtype)
     batch = Batch(SHAPES[name], arguments.device, dtype, arguments.scale)
     beside = [(peer, None) for peer in peers(batch, arguments.peers)]
-    times: Times = {}
-    rows = []
-    for peer, kernel in [*beside, *contenders(batch, arguments)]:
-        clock.reset()
-        times[peer.name] = timed(peer, kernel, arguments)
-        rows.append((peer, clock.median()))
+    everyone = [*beside, *contenders(batch, arguments)]
+    times: Times = {peer.name: [] for peer, _ in everyone}
+    clocks: dict[str, list[int]] = {peer.name: [] for peer, _ in everyone}
+    for _ in range(arguments.rounds if arguments.device == "cuda" else 1):
+        for peer, kernel in everyone:
+            clock.reset()
+            times[peer.name].append(timed(peer, kernel, arguments))
+            clocks[peer.name] += clock.last()
     names = [peer.name for peer, _ in beside]
-    best = [min((times[n][i] for n in names), default=None) for i in (0, 1)]
-    for peer, megahertz in rows:
-        yield line(batch, peer, megahertz, times, names[:1], best)
+    for peer, _ in everyone:
+        megahertz = round(statistics.median(clocks[peer.name])) if clocks[peer.name] else None
+        yield line(batch, peer, megahertz, times, names)
 
 
 def timed(peer: Peer, kernel: str | None, arguments: argparse.Namespace) -> tuple[float, float]:
@@ -117,20 +121,21 @@ def line(
     peer: Peer,
     megahertz: int | None,
     times: Times,
-    first: list[str],
-    best: list[float | None],
+    beside: list[str],
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"what": peer.name}
     works = (batch.flops(), 2.5 * batch.flops())
     floors = batch.floors(peer.softmax)
     for i, side in enumerate(("fwd", "bwd")):
-        ms = times[peer.name][i]
+        mine = [both[i] for both in times[peer.name]]
+        theirs = [[both[i] for both in times[name]] for name in beside]
+        ms = statistics.median(mine)
         row |= {
             f"{side} ms": ms,
             f"{side} TFLOP/s": works[i] / ms / 1e9,
             f"{side} floors": ms / floors[i] if batch.device == "cuda" else None,
-            f"{side} x": times[first[0]][i] / ms if first else None,
-            f"{side} x best": None if best[i] is None else best[i] / ms,
+            f"{side} x": ratio(theirs[0], mine) if beside else None,
+            f"{side} x best": ratio([min(x) for x in zip(*theirs)], mine) if beside else None,
         }
     return row | {"MHz": megahertz, "note": peer.note}
 
@@ -147,10 +152,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=50, help="ms, on CUDA")
     parser.add_argument("--rep", type=int, default=200, help="ms of repeats, on CUDA")
     parser.add_argument("--repeats", type=int, default=0, help="compare bits over so many runs")
-    parser.add_argument("--rounds", type=int, default=5, help="on CPU")
+    parser.add_argument("--rounds", type=int, help="default 3 on CUDA, 5 on CPU")
     parser.add_argument("--out", type=Path, help="JSON file")
     arguments = parser.parse_args()
     on_cuda = arguments.device == "cuda"
+    arguments.rounds = arguments.rounds or (3 if on_cuda else 5)
     arguments.dtype = arguments.dtype or ("bfloat16" if on_cuda else "float32")
     arguments.scale = arguments.scale or (1.0 if on_cuda else 1 / 64)
     return arguments

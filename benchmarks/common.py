@@ -98,10 +98,9 @@ class Clock:
     def reset(self) -> None:
         self.samples.clear()
 
-    def median(self) -> int | None:
-        """Over the last half second, so that compilation does not count."""
-        last = self.samples[-10:]
-        return round(statistics.median(last)) if last else None
+    def last(self) -> list[int]:
+        """The last half second, so that compilation does not count."""
+        return self.samples[-10:]
 
 
 def environment(device: str) -> dict[str, Any]:
