@@ -1,10 +1,12 @@
 """The report page on graphs of 5,000 nodes: time to the first picture, time of a frame while
 panning and zoomed out, of a search, and what keeping the nodes adds to a pass.
 
-    python benchmarks/report_page.py [--nodes 5000] [--repeats 5] [--out FILE.json]
+    python benchmarks/report_page.py [--nodes 5000] [--repeats 5] [--layers 0] [--out FILE.json]
 
 Needs Chromium (CHROMIUM names its path where it is not on PATH) and playwright. A frame's time is
 that of the page's own drawing, both graphs together, median and 95th percentile over 120 steps.
+With ``--layers 100`` it also explains an encoder of that many layers (minutes) and tells which part
+of gem's own time went into keeping its nodes.
 """
 
 from __future__ import annotations
@@ -75,6 +77,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nodes", type=int, default=5000)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     return parser.parse_args()
 
@@ -149,6 +152,33 @@ def keeping(nodes: int, repeats: int) -> dict[str, Any]:
     }
 
 
+def share(layers: int) -> dict[str, Any]:
+    """Of a real compile without code generation: seconds in gem, and of these in snapshots."""
+    from encoders import Encoder, batch
+
+    from gemcompile import explain, pass_manager
+
+    spent = []
+
+    def timed(*args: Any) -> Any:
+        start = time.perf_counter()
+        result = snapshot(*args)
+        spent.append(time.perf_counter() - start)
+        return result
+
+    pass_manager.snapshot = timed
+    report = explain(Encoder(layers), *batch(), options={"pack": True})
+    nodes = report.passes[0].nodes_before
+    assert nodes is not None
+    return {
+        "layers": layers,
+        "nodes": len(nodes),
+        "gem s": report.seconds,
+        "snapshots s": sum(spent),
+        "share": f"{sum(spent) / report.seconds:.1%}",
+    }
+
+
 def main() -> None:
     from playwright.sync_api import sync_playwright
 
@@ -168,7 +198,11 @@ def main() -> None:
     show(f"report page, {arguments.nodes} nodes, headless Chromium {version}", rows)
     kept = keeping(arguments.nodes, arguments.repeats)
     show("keeping the nodes of a graph", [kept])
-    save(arguments.out, "cpu", [*rows, kept], repeats=arguments.repeats, chromium=version)
+    rows.append(kept)
+    if arguments.layers:
+        rows.append(share(arguments.layers))
+        show("keeping the nodes of an encoder, without code generation", rows[-1:])
+    save(arguments.out, "cpu", rows, repeats=arguments.repeats, chromium=version)
 
 
 if __name__ == "__main__":

@@ -91,6 +91,8 @@ function changesText(item: Item): string {
 }
 
 export class Painter {
+  private regional = new WeakMap<Item, boolean>();
+
   constructor(
     private ctx: CanvasRenderingContext2D,
     public theme: Theme,
@@ -138,23 +140,33 @@ export class Painter {
   private regions(boxes: Box[], wires: Wire[], side: Side): void {
     if (!side.region.size) return;
     const { ctx, theme } = this;
-    const within = new Set(boxes.filter((b) => !b.open && regionOf(b.item, side) !== null));
+    const isIn = (box: Box) => !box.open && this.inRegion(box.item, side);
     ctx.strokeStyle = theme.region;
     ctx.fillStyle = theme.region;
     ctx.lineCap = "round";
     ctx.lineJoin = "round";
     ctx.lineWidth = 30;
     for (const wire of wires) {
-      if (wire.quiet || !within.has(wire.from) || !within.has(wire.to)) continue;
+      if (wire.quiet || !isIn(wire.from) || !isIn(wire.to)) continue;
       ctx.beginPath();
       trace(ctx, wire.points);
       ctx.stroke();
     }
-    for (const box of within) {
+    for (const box of boxes.filter(isIn)) {
       ctx.beginPath();
       ctx.roundRect(box.x - 10, box.y - 8, box.w + 20, box.h + 16, 12);
       ctx.fill();
     }
+  }
+
+  /** Most of what it holds lies in a region. An item belongs to one tree, hence to one side. */
+  private inRegion(item: Item, side: Side): boolean {
+    let found = this.regional.get(item);
+    if (found === undefined) {
+      const inside = item.leaves.filter((leaf) => side.region.has(leaf.node.name));
+      this.regional.set(item, (found = inside.length * 2 > item.leaves.length));
+    }
+    return found;
   }
 
   private wire(wire: Wire, marks: Marks): void {
@@ -278,18 +290,6 @@ export class Painter {
     this.ctx.fillStyle = this.theme[color];
     this.ctx.fillText(text, x, y);
   }
-}
-
-function regionOf(item: Item, side: Side): number | null {
-  let inside = 0;
-  let found: number | null = null;
-  for (const leaf of item.leaves) {
-    const region = side.region.get(leaf.node.name);
-    if (region === undefined) continue;
-    inside++;
-    found = region;
-  }
-  return inside * 2 > item.leaves.length ? found : null;
 }
 
 type Inside = (x: number, y: number, w: number, h: number) => boolean;
