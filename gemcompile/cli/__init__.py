@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    # Each command imports torch, which takes seconds that --help should not.
+    # Only what the command needs: TORCH_LOGS=gemcompile imports this package together with torch.
     if args.command == "explain":
         from .explain import run
     elif args.command == "doctor":
