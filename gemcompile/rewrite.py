@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
@@ -117,7 +118,23 @@ def _trace(
         return function(**{**m.bound, **dict(zip(names, values))})
 
     fakes = [m.value(name) for name in names]
-    with tracing(TracingContext(mode)), mode, enable_python_dispatcher(), torch.no_grad():
+    around: list[Any] = [tracing(TracingContext(mode)), mode, enable_python_dispatcher()]
+    with ExitStack() as stack:
+        for context in (*around, torch.no_grad(), *_autocast_around(m.output)):
+            stack.enter_context(context)
         traced: GraphModule = make_fx(call, pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
     traced.graph.eliminate_dead_code()
     return traced
+
+
+def _autocast_around(node: Node) -> list[torch.autocast]:
+    """The autocast regions of the graph in which a node stands, outermost first."""
+    regions: dict[Node, torch.autocast] = {}
+    for n in node.graph.nodes:
+        if n is node:
+            break
+        if n.target is torch.amp.autocast_mode._enter_autocast:
+            regions[n] = torch.autocast(*n.args, **n.kwargs)
+        elif n.target is torch.amp.autocast_mode._exit_autocast:
+            del regions[n.args[0]]
+    return list(regions.values())

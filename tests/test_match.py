@@ -274,6 +274,31 @@ def test_rewrite(dynamic: bool) -> None:
     assert "aten.mul" in done.before and "aten.mul" not in done.text
 
 
+def test_rewrite_under_autocast() -> None:
+    """The replacement is traced in the autocast state of its place: the same types come out."""
+
+    class Clamps(Rewrite):
+        examples = {"w": torch.empty(11, 7), "b": torch.empty(11)}
+
+        @staticmethod
+        def pattern(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+            return F.relu(F.linear(x, w, b))
+
+        @staticmethod
+        def replacement(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+            return F.linear(x, w, b).clamp(min=0)
+
+    def fn(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = F.relu(F.linear(x, w, b))
+        return F.relu(F.linear(y.float(), w, b))
+
+    args = [t.requires_grad_() for t in (torch.randn(2, 16), torch.randn(16, 16), torch.randn(16))]
+    done = testing.assert_same(Clamps(), fn, *args, changes=2)
+    kinds = [n.meta["val"].dtype for n in calls(done.gm, aten.clamp)]
+    assert kinds == [torch.bfloat16, torch.float32]
+
+
 def test_golden() -> None:
     testing.assert_graph(
         testing.rewrite(Gate(), gated, X, Y),

@@ -8,6 +8,8 @@ is right, as a sentence where it does not hold.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -84,7 +86,7 @@ def main() -> None:
 
     # In a compile (backend="gem" where gemcompile is installed), with sizes that change: nothing is
     # compiled again.
-    options = {"passes": [FuseRMSNorm()], "inner": "eager"}
+    options: dict[str, Any] = {"passes": [FuseRMSNorm()], "inner": "eager"}
     compiled = torch.compile(model, backend=gem.gem, dynamic=True, options=options)
     with gem.record() as report:
         for batch in (2, 3, 7):

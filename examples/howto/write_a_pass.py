@@ -7,6 +7,8 @@ A pass changes a graph in place and says how many changes it made. What it decli
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
@@ -79,7 +81,8 @@ class Gates(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.a(x) * self.b(x).sigmoid()
-        return (self.d(y) + self.e(y)).sum() + self.c(x).square().sum()
+        total: Tensor = (self.d(y) + self.e(y)).sum() + self.c(x).square().sum()
+        return total
 
 
 def main() -> None:
@@ -92,7 +95,12 @@ def main() -> None:
 
     # As a user turns it on (backend="gem" where gemcompile is installed). `verify` compares the
     # graph after each pass with the original; `strict` raises where a pass fails.
-    options = {"passes": [MergeLinears()], "verify": True, "strict": True, "inner": "eager"}
+    options: dict[str, Any] = {
+        "passes": [MergeLinears()],
+        "verify": True,
+        "strict": True,
+        "inner": "eager",
+    }
     with gem.record() as report:
         loss = torch.compile(model, backend=gem.gem, options=options)(x)
     torch.testing.assert_close(loss, model(x))
