@@ -16,6 +16,10 @@ from pathlib import Path
 import torch
 from playwright.sync_api import sync_playwright
 
+# Not `wait_for_function`: it polls through eval, which the page's policy forbids.
+READY = (
+    "() => new Promise(r => { const look = () => window.gem ? r() : setTimeout(look, 5); look() })"
+)
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parents[1] / "examples" / "movielens"))
 
@@ -34,7 +38,7 @@ def main() -> None:
         browser = play.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
         tab = browser.new_page(viewport={"width": 1200, "height": 900})
         tab.goto(report.to_html(Path(folder) / "report.html").as_uri())
-        tab.wait_for_function("window.gem !== undefined")
+        tab.evaluate(READY)
         tab.screenshot(path=HERE / "report.png")
         browser.close()
 

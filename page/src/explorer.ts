@@ -38,9 +38,7 @@ export class Explorer implements Host {
 
   constructor(private data: Data) {
     this.root.append(this.header(), this.passes, this.toolbar(), this.fillColumns(), this.sizes);
-    const all = this.graphPasses();
-    const most = Math.max(...all.map((p) => p.changes));
-    this.choosePass(Math.max(0, all.findIndex((p) => p.changes === most)));
+    this.chooseGraph(0);
     new ResizeObserver(() => this.resize()).observe(this.root);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
       this.panes.forEach((pane) => pane.recolor()),
@@ -56,7 +54,8 @@ export class Explorer implements Host {
 
   chooseGraph(index: number): void {
     this.graph = index;
-    this.choosePass(0);
+    const changes = this.graphPasses().map((pass) => pass.changes);
+    this.choosePass(changes.indexOf(Math.max(...changes)));
   }
 
   choosePass(index: number): void {
