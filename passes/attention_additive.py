@@ -13,7 +13,7 @@ from torch.fx.node import Argument
 from gemcompile.graph import arguments, is_call, shape, value
 
 from .axes import Labels, aligned, through
-from .masks import CASTS, Literals, conjuncts, constant, is_binary, triangle_band
+from .masks import CASTS, Leaf, Literals, conjuncts, constant, is_binary, is_given, triangle_band
 
 aten = torch.ops.aten
 
@@ -53,6 +53,10 @@ def additive(
         if high == low == 0:
             return [], []
         return [], [Addend(node, labels, factor)]
+    inverted = _inverted_input(node, labels)
+    if inverted is not None and inverted.factor * factor <= limit:
+        visible = Leaf(inverted.node, inverted.labels, True)
+        return [Hidden((visible,), inverted.factor * factor)], []
     parts = _terms(node, labels, factor)
     if parts is None:
         return [], [Addend(node, labels, factor)]
@@ -62,6 +66,32 @@ def additive(
         masks += more[0]
         biases += more[1]
     return masks, biases
+
+
+def _inverted_input(node: Node, labels: Labels) -> Addend | None:
+    """m, 1 of 1 - m or m, -1 of m - 1, where m is an input that holds numbers.
+
+    Times a huge number that is a mask as models make it of a tokenizer's 0 and 1. Other numbers
+    would be a bias; that there are none is an assumption, which the plan records.
+    """
+    if is_call(node, aten.rsub.Scalar) and node.args[1:] == (1,):
+        sign = 1.0
+    elif is_call(node, aten.sub.Tensor, aten.add.Tensor) and not node.kwargs:
+        sign = -1.0
+        if node.args[1] != (1 if node.target is aten.sub.Tensor else -1):
+            return None
+    else:
+        return None
+    x = node.args[0]
+    while isinstance(x, Node):
+        view = through(x, labels)
+        if view is not None:
+            x, labels = view
+        elif is_call(x, *CASTS) and value(x.args[0]).dtype not in (torch.bool, torch.complex64):
+            x = x.args[0]
+        else:
+            break
+    return Addend(x, labels, sign) if isinstance(x, Node) and is_given(x) else None
 
 
 def _terms(node: Node, labels: Labels, factor: float) -> list[tuple[Node, Labels, float]] | None:

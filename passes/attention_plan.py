@@ -14,7 +14,7 @@ from .attention_match import NO_PADDING, Declined, Groups, Match, groups
 from .attention_places import Placed, Placer
 from .attention_relative import RelativeTable, relative_table
 from .axes import Axis, axes_of, settle
-from .masks import Band, Leaf, Literal
+from .masks import Band, Leaf, Literal, is_binary
 
 LARGEST_HEAD = 256
 
@@ -84,13 +84,15 @@ def plan(match: Match, strict: bool, placer: Placer) -> Plan:
     empty, sure = _empty(match, before, set(post) >= set(pre))
     if table is None:
         _check_biases(match, g, before)
-    assumed = "" if sure else _assumption(before)
+    assumed = [] if sure else [_assumption(before)]
     if assumed and before.rows:
         raise Declined("the additive mask hides whole queries, where softmax then ignores it")
+    if any(isinstance(x, Leaf) and not is_binary(x.node) for x in pre.values()):
+        assumed += ["the mask holds nothing but 0 and 1"]
     if assumed and strict:
-        raise Declined(f"it is not proven that {assumed}, and strict=True")
-    assumed = " and ".join(filter(None, (assumed, before.placed.assumed)))
-    return Plan(match, g, _dtype(match), before, after, table, empty, assumed)
+        raise Declined(f"it is not proven that {' and '.join(assumed)}, and strict=True")
+    assumed += [before.placed.assumed] if before.placed.assumed else []
+    return Plan(match, g, _dtype(match), before, after, table, empty, " and ".join(assumed))
 
 
 def _assumption(masks: Masks) -> str:

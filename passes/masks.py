@@ -237,6 +237,13 @@ def is_binary(node: Node) -> bool:
     return False
 
 
+def is_given(node: Node) -> bool:
+    """An input whose gradient nobody asks for: tracing's own values no longer tell."""
+    if node.op != "placeholder":
+        return False
+    return not getattr(node.meta.get("example_value", value(node)), "requires_grad", False)
+
+
 def is_negation(node: Node) -> bool:
     """The node is 1 where its first argument is 0, and the other way round."""
     # On integers bitwise_not is another function.

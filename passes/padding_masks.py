@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from gemcompile.graph import Editor, arguments, is_call, same_size
 
 from .layout import Layout, expr, plain, reshaped
+from .masks import is_given
 from .padding_rules import permutation
 
 aten = torch.ops.aten
@@ -60,7 +61,7 @@ def row_mask(n: Any) -> tuple[Atom, Layout] | None:
     if viewed is not None:
         return viewed
     value = n.meta["val"]
-    known = value.dtype == torch.bool or (n.op == "placeholder" and not value.requires_grad)
+    known = value.dtype == torch.bool or is_given(n)
     return (Atom(n), plain(value.shape)) if value.dim() == 2 and known else None
 
 

@@ -139,6 +139,64 @@ def test_packed_layer_equals_the_padded_one(attend: Attend, padding: str) -> Non
     assert not report.of("padding", "declined")
 
 
+def as_in_bert(m: Layer, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, lens: Tensor) -> Tensor:
+    bias = (1.0 - keep[:, None, None, :].to(q.dtype)) * torch.finfo(q.dtype).min
+    return (q @ k.mT / 3 + bias).softmax(-1) @ v
+
+
+def minus_one(m: Layer, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, lens: Tensor) -> Tensor:
+    return (q @ k.mT / 3 + 1e9 * (keep - 1)[:, None, None, :]).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32])
+@pytest.mark.parametrize("attend", [as_in_bert, minus_one])
+def test_masks_of_numbers_are_packed_under_a_recorded_assumption(
+    attend: Attend, dtype: torch.dtype
+) -> None:
+    model = Layer(attend)
+    options = {"pack": True, "inner": "eager"}
+    compiled = torch.compile(model, backend=gem, dynamic=True, options=options)
+    with record() as report:
+        for lens in ([5, 11, 1], [2, 7]):
+            x, keep, lengths = batch(lens, "holes")
+            args = x, keep.to(dtype), lengths
+            for a, b in zip(results(model, compiled, args), results(model, model, args)):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+    report.expect(attention=1, padding=1)
+    (site,) = report.of("attention", "rewritten")
+    assert site.details == {"mask": "keys"}
+    assert site.reason.endswith("and the mask holds nothing but 0 and 1")
+
+
+def test_strict_declines_masks_of_numbers() -> None:
+    x, keep, lens = batch([5, 11, 1], "right")
+    gm = trace(Layer(as_in_bert), x, keep.long(), lens)
+    report = run_passes(gm, [Canonicalize(), FuseAttention()], Options(strict=True))
+    (site,) = report.of("attention", "declined")
+    assert "the mask holds nothing but 0 and 1, and strict=True" in site.reason
+
+
+def test_a_mask_whose_gradient_is_asked_for_is_a_bias_and_packs_nothing() -> None:
+    """Where it is 0 its gradient is what the row holds, which packing would not compute."""
+
+    def attend(m: Layer, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, lens: Tensor) -> Tensor:
+        return as_in_bert(m, q, k, v, keep != 0, lens)
+
+    for by, details in ((as_in_bert, {"mask": "none", "bias": True}), (attend, {"mask": "keys"})):
+        model = Layer(by)
+        compiled = torch.compile(model, backend=gem, options={"pack": True, "inner": "eager"})
+        x, keep, lens = batch([5, 11, 1], "right")
+        keep = keep.float().requires_grad_()
+        with record() as report:
+            ours, theirs = (
+                torch.autograd.grad(f(x, keep, lens).sum(), keep)[0] for f in (compiled, model)
+            )
+        assert (theirs[keep == 0] != 0).any()
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        (site,) = report.of("attention")
+        assert site.details == details
+
+
 # --- What the packed call says. -----------------------------------------------------------------
 
 

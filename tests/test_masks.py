@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -165,6 +166,39 @@ def test_a_bias_is_not_a_mask() -> None:
     lens, pad = torch.ones(SIZE, dtype=torch.long), torch.ones(SIZE, SIZE, dtype=torch.bool)
     for fn in (lambda a, b: b.float(), lambda a, b: b.float() * -5, lambda a, b: a.float() * -1e9):
         node, labels, _, _ = traced(fn, lens, pad)
+        masks, biases = additive(node, labels, 1.0, -1e4)
+        assert masks == [] and len(biases) == 1
+
+
+def test_inputs_of_numbers_are_masks_where_one_minus_them_is_huge() -> None:
+    lens, numbers = torch.ones(SIZE, dtype=torch.long), torch.rand(SIZE, SIZE) > 0.5
+    one_minus: list[Mask] = [
+        lambda a, b: (1 - b[:, None, None]) * -1e9,
+        lambda a, b: (1.0 - b.float().view(SIZE, 1, 1, SIZE)) * -1e9,
+        lambda a, b: (b[:, None, None] - 1) * 1e9,
+    ]
+    for fn, dtype in itertools.product(one_minus, (torch.int64, torch.float32)):
+        given = numbers.to(dtype)
+        node, labels, scores, values = traced(fn, lens, given)
+        (hidden,), biases = additive(node, labels, 1.0, -1e4)
+        assert biases == [] and hidden.fill == -1e9
+        found = visible(hidden.literals, values, scores)
+        assert torch.equal(found, (fn(lens, given) == 0).expand(SHAPE))
+
+
+def test_numbers_that_would_rather_be_a_bias_are_one() -> None:
+    lens, numbers = torch.ones(SIZE, dtype=torch.long), torch.rand(SIZE, SIZE)
+    others: list[Mask] = [
+        lambda a, b: (1 - b) * -5,
+        lambda a, b: (1 - b) * 1e9,
+        lambda a, b: (b - 1) * -1e9,
+        lambda a, b: (2 - b) * -1e9,
+        lambda a, b: (b + 1) * 1e9,
+        lambda a, b: b * -1e9,
+        lambda a, b: (1 - b.sin()) * -1e9,
+    ]
+    for fn in others:
+        node, labels, _, _ = traced(fn, lens, numbers)
         masks, biases = additive(node, labels, 1.0, -1e4)
         assert masks == [] and len(biases) == 1
 
