@@ -90,8 +90,8 @@ export class Explorer implements Host {
   }
 
   /** The windows are no taller than what they show. */
-  private grow(): void {
-    const tallest = Math.max(...this.panes.map((pane) => pane.picture.height * Math.max(pane.view.scale, 0.6)));
+  private grow(scale = Math.max(this.after.view.scale, 0.6)): void {
+    const tallest = scale * Math.max(...this.panes.map((pane) => pane.picture.height));
     this.columns.style.setProperty("--tall", `${Math.ceil(tallest) + 24}px`);
     this.panes.forEach((pane) => pane.resize());
   }
@@ -203,8 +203,9 @@ export class Explorer implements Host {
 
   /** Both graphs from their tops, at one scale. */
   private home(): void {
-    this.grow();
-    const scale = Math.min(...this.panes.map((pane) => pane.widest()));
+    const shown = this.panes.filter((pane) => pane.view.width);
+    const scale = Math.min(1, ...shown.map((pane) => pane.widest()));
+    this.grow(scale);
     this.panes.forEach((pane) => pane.home(scale));
   }
 
