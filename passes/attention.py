@@ -168,6 +168,8 @@ def _report(context: Context, site: Plan) -> None:
         details["bias"] = "relative" if site.table else True
     if masks.placed.why:
         details["mask kept as a tensor"] = masks.placed.why
+    if site.bias_kept:
+        details["bias kept as a tensor"] = site.bias_kept
     if match.dropout is not None:
         details["dropout"] = match.dropout_p
     op = f"gem.padded_attention({match.activation})"

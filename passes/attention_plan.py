@@ -53,6 +53,7 @@ class Plan:
     before: Masks
     after: Masks
     table: RelativeTable | None  # the biases, where they depend on j - i alone
+    bias_kept: str  # why the biases are no table, or ""
     empty: str  # what a row without a visible key gives: "zero", "mean", "assume"
     assumed: str  # what has to hold beyond what is proven, or ""
 
@@ -78,7 +79,7 @@ def plan(match: Match, strict: bool, placer: Placer) -> Plan:
         before.rows = [x for x in before.rows if x.key() not in post]
     else:
         before, after = _sorted(pre | post, g, placer), Masks()
-    table = None if before.dense else relative_table(match.biases, g)
+    table, kept = _table(match, g, before)
     if match.fused and not before.keys and not before.placed.some and table is None:
         raise Declined(NO_PADDING)
     empty, sure = _empty(match, before, set(post) >= set(pre))
@@ -92,7 +93,16 @@ def plan(match: Match, strict: bool, placer: Placer) -> Plan:
     if assumed and strict:
         raise Declined(f"it is not proven that {' and '.join(assumed)}, and strict=True")
     assumed += [before.placed.assumed] if before.placed.assumed else []
-    return Plan(match, g, _dtype(match), before, after, table, empty, " and ".join(assumed))
+    return Plan(match, g, _dtype(match), before, after, table, kept, empty, " and ".join(assumed))
+
+
+def _table(match: Match, g: Groups, before: Masks) -> tuple[RelativeTable | None, str]:
+    if not match.biases:
+        return None, ""
+    if before.dense:
+        return None, "a mask is added to it"
+    found = relative_table(match.biases, g)
+    return (None, found) if isinstance(found, str) else (found, "")
 
 
 def _assumption(masks: Masks) -> str:

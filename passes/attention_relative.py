@@ -18,7 +18,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from gemcompile.graph import Editor, is_call, shape, value
+from gemcompile.graph import Editor, is_call, shape, target_name, value
 
 from .attention_additive import Addend
 from .attention_arrange import Arranger
@@ -48,11 +48,15 @@ _Build = Callable[[_Writer], Node]
 
 
 class RelativeTable:
-    """Biases read as functions of j - i, and the way to write them as one table."""
+    """Biases read as functions of j - i, and the way to write them as one table.
+
+    ``why`` tells what stood in the way first, where one could not be read.
+    """
 
     def __init__(self, biases: list[Addend], g: Groups) -> None:
         self.g = g
         self.axis = Axis(2 * g.k[0].size - 1)
+        self.why = ""
         self._reader = Reader(g.q, g.k)
         self._biases = biases
         self._builds: dict[Any, _Build | None] = {}
@@ -113,16 +117,21 @@ class RelativeTable:
         if known is not None:
             return self._constant(x, known)
         if not axes & {*self.g.q, *self.g.k}:
-            return (lambda w: x) if axes <= set(self.g.h) else None
+            return (lambda w: x) if axes <= set(self.g.h) else self._no("it varies along the batch")
         linear = self._reader.linear(x, labels)
         if linear is not None:
             if linear.column != -linear.row:
-                return None
+                return self._no("it depends on places otherwise than by their distance j - i")
             return self._vector(x, labels, linear.column, linear.shift)
         view = through(x, labels)
         if view is not None:
             return self._viewed(self._read(*view), view[1], labels)
         return self._gathered(x, labels) or self._elementwise(x, labels)
+
+    def _no(self, why: str) -> _Build | None:
+        """None; notes the reason, unless there was one before."""
+        self.why = self.why or why
+        return None
 
     def _constant(self, x: Node, number: float) -> _Build:
         dtype, device, rank = value(x).dtype, value(x).device, len(shape(x))
@@ -146,8 +155,10 @@ class RelativeTable:
         return lambda w: w.arrange(build(w), before, after, expand=False)
 
     def _elementwise(self, x: Node, labels: Labels) -> _Build | None:
+        if x.op != "call_function":
+            return self._no("it is an input, not made of places")
         if not is_pointwise(x) or is_call(x, *_NOT_ELEMENTWISE):
-            return None
+            return self._no(f"{target_name(x)} is not element-wise")
         built: dict[Node, _Build] = {}
         for y in x.all_input_nodes:
             if not isinstance(value(y), torch.Tensor):
@@ -155,7 +166,7 @@ class RelativeTable:
             below = aligned(y, shape(x), labels)
             build = None if below is None else self._read(y, below)
             if build is None:
-                return None
+                return self._no(f"an operand of {target_name(x)} is of another shape")
             built[y] = build
         return lambda w: w.edit(
             x.target, *map_arg(x.args, lambda y: _made(built, y, w)), **dict(x.kwargs)
@@ -168,7 +179,9 @@ class RelativeTable:
             return None
         index, first, last = place
         rest = axes_of((*labels[:first], *labels[last:]))
-        build = self._read(index, labels[first:last]) if rest <= set(self.g.h) else None
+        if not rest <= set(self.g.h):
+            return self._no("what it is read from varies along more than the heads")
+        build = self._read(index, labels[first:last])
         if build is None:
             return None
 
@@ -209,12 +222,15 @@ def _index_of(x: Node) -> tuple[Node, int, int] | None:
     return None
 
 
-def relative_table(biases: list[Addend], g: Groups) -> RelativeTable | None:
-    """The biases as one table, where each is a function of j - i (and of the head) alone."""
-    if not biases or len(g.q) != 1 or len(g.k) != 1 or not same(g.q[0].size, g.k[0].size):
-        return None
+def relative_table(biases: list[Addend], g: Groups) -> RelativeTable | str:
+    """The biases as one table, where each is a function of j - i (and of the head) alone.
+
+    Else why they are not, fit to follow "because".
+    """
+    if len(g.q) != 1 or len(g.k) != 1 or not same(g.q[0].size, g.k[0].size):
+        return "queries and keys are not equally many"
     ends = {*g.q, *g.k}
     if not all(ends & axes_of(b.labels) == ends for b in biases):
-        return None
+        return "it does not vary along both queries and keys"
     table = RelativeTable(biases, g)
-    return table if table.found else None
+    return table if table.found else table.why

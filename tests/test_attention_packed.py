@@ -182,7 +182,9 @@ def test_a_mask_whose_gradient_is_asked_for_is_a_bias_and_packs_nothing() -> Non
     def attend(m: Layer, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, lens: Tensor) -> Tensor:
         return as_in_bert(m, q, k, v, keep != 0, lens)
 
-    for by, details in ((as_in_bert, {"mask": "none", "bias": True}), (attend, {"mask": "keys"})):
+    why = "it does not vary along both queries and keys"
+    biased = {"mask": "none", "bias": True, "bias kept as a tensor": why}
+    for by, details in ((as_in_bert, biased), (attend, {"mask": "keys"})):
         model = Layer(by)
         compiled = torch.compile(model, backend=gem, options={"pack": True, "inner": "eager"})
         x, keep, lens = batch([5, 11, 1], "right")
