@@ -250,6 +250,11 @@ KNOWN: tuple[tuple[str, str, str], ...] = (
         "a Python number as the width of the window",
     ),
     (
+        "places are compared with a number that varies from call to call",
+        _PLACES,
+        "a Python number as the width of the window, not one made from sizes",
+    ),
+    (
         "{OP} is taken of places",
         _PLACES,
         "comparisons, `clamp`, `abs`, `minimum` and `maximum` of places",

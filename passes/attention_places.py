@@ -26,6 +26,7 @@ aten = torch.ops.aten
 
 _NO_RULE = "for some lengths it is no window and none of HSTU's masks"
 
+_UNEQUAL = "queries and keys are not equally many"
 _REACHES = "no sequence ends among its contextual rows"
 
 _FLOORED = (aten.floor_divide.default, aten.floor_divide.Scalar)
@@ -76,8 +77,11 @@ class Placer:
 
         ``keys`` are the site's masks that hide keys from every query.
         """
-        if not literals or not q or not same(_size(q), _size(k)):
+        if not literals or not q:
             return Placed(rest=literals)
+        if not same(_size(q), _size(k)):
+            why = _UNEQUAL if any(_of_places(x, Reader(q, k)) for x in literals) else ""
+            return Placed(rest=literals, why=why)
         found = Placed()
         for x in literals:
             block = _block(x, Reader(q, k))
@@ -148,6 +152,14 @@ class Placer:
         if key not in self._known:
             self._known[key] = rule_of(formula, reader.data is not None)
         return self._known[key], reader, ""
+
+
+def _of_places(x: Literal, reader: Reader) -> bool:
+    try:
+        reader.literal(x)
+    except Unreadable:
+        pass
+    return isinstance(x, Band) or reader.seen
 
 
 def _key(x: Literal, q: Label, k: Label) -> Any:

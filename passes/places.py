@@ -146,13 +146,16 @@ class Reader:
     # --- Integers. ---
 
     def _term_below(self, x: Argument, node: Node, labels: Labels) -> Term:
-        return self.term(x, _needed_labels(x, node, labels) if isinstance(x, Node) else ())
+        tensor = isinstance(x, Node) and isinstance(value(x), Tensor)
+        return self.term(x, _needed_labels(x, node, labels) if tensor else ())
 
     def term(self, x: Argument, labels: Labels) -> Term:
         """A number or a tensor of whole numbers, as a place or a difference of places."""
         known = constant(x)
         if known is not None:
             return number(known)
+        if isinstance(x, Node) and isinstance(value(x), torch.SymInt):
+            raise Unreadable("places are compared with a number that varies from call to call")
         if not isinstance(x, Node) or getattr(value(x), "dtype", None) not in NUMBERS:
             raise Unreadable
         key = x, settle_all(labels)

@@ -299,6 +299,20 @@ def window_of_a_tensor_width(q, k, v, lens):
     return softmax_over(q, k, v, near[:, None] & keys(lens, q.mT))
 
 
+@dense("queries and keys are not equally many")
+def causal_from_the_first_key(q, k, v, lens):
+    k, v = k[:, :-2], v[:, :-2]
+    (i, _), (_, j) = ij(q.shape[1]), ij(k.shape[1])
+    return softmax_over(q, k, v, (j <= i) & keys(lens, k.mT))
+
+
+@dense("queries and keys are not equally many")
+def causal_up_to_the_last_key(q, k, v, lens):
+    k, v = k[:, :-2], v[:, :-2]
+    (i, _), (_, j) = ij(q.shape[1]), ij(k.shape[1])
+    return softmax_over(q, k, v, (j <= i + (k.shape[1] - q.shape[1])) & keys(lens, k.mT))
+
+
 @dense("aten.floor_divide is taken of places")
 def blocks_shifted_by_one(q, k, v, lens):
     i, j = ij(q.shape[1])

@@ -117,6 +117,19 @@ def test_context_without_targets_is_rewritten_under_a_recorded_assumption() -> N
     assert only_site(strict).details["mask kept as a tensor"] == why
 
 
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_width_of_a_window_is_known_only_where_sizes_are(dynamic: bool) -> None:
+    def half(q, k, v, lens):
+        near = places.apart(q.shape[1]).abs() <= q.shape[1] // 2
+        return places.softmax_over(q, k, v, near & spellings.keys(lens, q.mT))
+
+    run = Rewritten(half, dynamic)
+    run.check(inputs([6, 5, 4], 6))
+    why = "places are compared with a number that varies from call to call"
+    kept = {"mask": "keys", "bias": True, "mask kept as a tensor": why}
+    assert only_site(run).details == (kept if dynamic else {"mask": "keys, window (3, 3)"})
+
+
 @pytest.mark.parametrize("name", ["masked_fill_inf", "exp_over_sum", "multihead_attention"])
 def test_infinite_fills_give_zero_where_eager_gives_nan(name: str) -> None:
     run = Rewritten(spellings.REWRITTEN[name])
