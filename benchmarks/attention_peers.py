@@ -111,6 +111,7 @@ def _flex(batch: Batch) -> Peer:
         rows, keys = batch.q.shape[0], batch.k.shape[0]
         return create_block_mask(same_sequence, None, None, rows, keys, batch.device, _compile=True)
 
+    torch._functorch.config.donated_buffer = False  # else backward runs only once
     mask = make()
     cost = 1e3 * seconds(make, batch.device)
     inputs = tuple(

@@ -142,7 +142,10 @@ def _one_pass(
     launch(
         *(prepare_kernel, (triton.cdiv(rows * heads, 32),)),
         *(out, dout, delta, sums, dout.stride(0), dout.stride(1), rows),
-        **{"H": heads, "D": dim, "SOFTMAX": a.softmax, "R": 32},
+        H=heads,
+        D=dim,
+        SOFTMAX=a.softmax,
+        R=32,
         num_warps=4,
     )
     launch(
@@ -155,7 +158,10 @@ def _one_pass(
     )
     launch(
         *(finish_kernel, (triton.cdiv(rows * heads, 32),)),
-        *(sums, dq, a.scale, rows * heads), D=dim, R=32, num_warps=4
+        *(sums, dq, a.scale, rows * heads),
+        D=dim,
+        R=32,
+        num_warps=4,
     )
 
 

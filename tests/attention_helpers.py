@@ -69,8 +69,8 @@ def results(fn: Callable[..., Any], args: Tensors) -> Tensors:
     wanted = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
     if not wanted:
         return [out]
-    upstream = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-    grads = torch.autograd.grad(out, wanted, upstream, allow_unused=True)
+    upstream = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device)
+    grads = torch.autograd.grad(out, wanted, upstream.view(out.shape), allow_unused=True)
     return [out, *(torch.zeros(()) if g is None else g for g in grads)]
 
 

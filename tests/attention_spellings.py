@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+DEVICE = "cpu"  # of what the spellings make themselves; tests on a GPU set it
 HEADS, DIM = 4, 8
 WIDTH = HEADS * DIM
 ROOT = math.sqrt(DIM)
@@ -99,7 +100,7 @@ def where_after_scaled_queries(q, k, v, lens):
 def where_of_a_tensor_fill(q, k, v, lens):
     q, k, v = split_all(q, k, v)
     s = q @ k.mT / ROOT
-    s = torch.where(keys(lens, s), s, torch.full([], -1e9, dtype=s.dtype))
+    s = torch.where(keys(lens, s), s, torch.full([], -1e9, dtype=s.dtype, device=DEVICE))
     return join(F.softmax(s, -1) @ v)
 
 
@@ -168,7 +169,7 @@ def bmm_with_repeated_mask(q, k, v, lens):
 def baddbmm_bias(q, k, v, lens):
     n = q.shape[1]
     q, k, v = (split(x).reshape(-1, n, DIM) for x in (q, k, v))
-    zeros = torch.zeros(lens.shape[0], n, dtype=q.dtype)
+    zeros = torch.zeros(lens.shape[0], n, dtype=q.dtype, device=DEVICE)
     bias = zeros.masked_fill(~valid(lens, n), float("-inf"))[:, None, None, :]
     bias = bias.expand(-1, HEADS, n, n).reshape(-1, n, n)
     s = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=DIM**-0.5)
@@ -268,7 +269,7 @@ def outer_product_mask_of_floats(q, k, v, lens):
 def causal_and_padding(q, k, v, lens):
     q, k, v = split_all(q, k, v)
     n = q.shape[2]
-    causal = torch.tril(torch.ones(n, n, dtype=torch.bool))
+    causal = torch.tril(torch.ones(n, n, dtype=torch.bool, device=DEVICE))
     visible = causal[None, None] & keys(lens, q.mT)
     s = (q @ k.transpose(-2, -1) / ROOT).masked_fill(~visible, float("-inf"))
     return join(s.softmax(-1) @ v)
@@ -277,7 +278,7 @@ def causal_and_padding(q, k, v, lens):
 @rewritten
 def causal_by_index_comparison(q, k, v, lens):
     q, k, v = split_all(q, k, v)
-    i = torch.arange(q.shape[2])
+    i = torch.arange(q.shape[2], device=DEVICE)
     hidden = (i[None, :] > i[:, None]) | ~keys(lens, q.mT)
     s = (q @ k.mT / ROOT).masked_fill(hidden, -1e9)
     return join(s.softmax(-1) @ v)
@@ -287,7 +288,7 @@ def causal_by_index_comparison(q, k, v, lens):
 def causal_by_added_triangle(q, k, v, lens):
     q, k, v = split_all(q, k, v)
     n = q.shape[2]
-    s = q @ k.mT / ROOT + torch.triu(torch.full((n, n), float("-inf")), diagonal=1)
+    s = q @ k.mT / ROOT + torch.triu(torch.full((n, n), float("-inf"), device=DEVICE), diagonal=1)
     s = s.masked_fill(~keys(lens, s), float("-inf"))
     return join(s.softmax(-1) @ v)
 
@@ -296,7 +297,7 @@ def causal_by_added_triangle(q, k, v, lens):
 def causal_only(q, k, v, lens):
     q, k, v = split_all(q, k, v)
     n = q.shape[2]
-    hidden = torch.triu(torch.ones(n, n), diagonal=1).bool()
+    hidden = torch.triu(torch.ones(n, n, device=DEVICE), diagonal=1).bool()
     return join((q @ k.mT / ROOT).masked_fill(hidden, float("-inf")).softmax(-1) @ v)
 
 
@@ -305,7 +306,7 @@ def strictly_causal_keeps_its_offset(q, k, v, lens):
     """A query sees itself and one key ahead: not the op's causal, so a bias."""
     q, k, v = split_all(q, k, v)
     n = q.shape[2]
-    visible = torch.ones(n, n).tril(1).bool() & keys(lens, q.mT)
+    visible = torch.ones(n, n, device=DEVICE).tril(1).bool() & keys(lens, q.mT)
     return join((q @ k.mT / ROOT).masked_fill(~visible, -1e9).softmax(-1) @ v)
 
 
@@ -323,5 +324,7 @@ def in_place_throughout(q, k, v, lens):
     q, k, v = split_all(q, k, v)
     s = q @ k.mT
     s /= ROOT
-    s += torch.zeros(lens.shape[0], 1, 1, s.shape[-1]).masked_fill_(~keys(lens, s), -1e9)
+    s += torch.zeros(lens.shape[0], 1, 1, s.shape[-1], device=DEVICE).masked_fill_(
+        ~keys(lens, s), -1e9
+    )
     return join(s.softmax(-1) @ v)

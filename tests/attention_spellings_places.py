@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from attention_spellings import (
+    DEVICE,
     DIM,
     HEADS,
     ROOT,
@@ -52,7 +53,7 @@ def softmax_over(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
 
 
 def ij(n: int) -> tuple[Tensor, Tensor]:
-    i = torch.arange(n)
+    i = torch.arange(n, device=DEVICE)
     return i[:, None], i[None, :]
 
 
@@ -80,7 +81,7 @@ def window_of_shifted_places(q, k, v, lens):
 
 @placed("keys, window (3, 1)")
 def window_of_two_triangles(q, k, v, lens):
-    ones = torch.ones(q.shape[1], q.shape[1])
+    ones = torch.ones(q.shape[1], q.shape[1], device=DEVICE)
     band = torch.triu(ones, diagonal=-3) * torch.tril(ones, 1)
     return softmax_over(q, k, v, band.bool() & keys(lens, q.mT))
 
@@ -89,8 +90,8 @@ def window_of_two_triangles(q, k, v, lens):
 def sdpa_window(q, k, v, lens):
     """No padding at all: keys outside the window are not even read."""
     gi, gj = torch.meshgrid(
-        torch.arange(q.shape[1]),
-        torch.arange(q.shape[1]),
+        torch.arange(q.shape[1], device=DEVICE),
+        torch.arange(q.shape[1], device=DEVICE),
         indexing="ij",
     )
     mask = (gj <= gi) & ~(gi - gj > 3)
@@ -100,7 +101,7 @@ def sdpa_window(q, k, v, lens):
 @placed("keys, window (any, 2)")
 def window_added_as_floats(q, k, v, lens):
     i, j = ij(q.shape[1])
-    bias = torch.zeros(q.shape[1], q.shape[1]).masked_fill(j - i > 2, -math.inf)
+    bias = torch.zeros(q.shape[1], q.shape[1], device=DEVICE).masked_fill(j - i > 2, -math.inf)
     pad = (1.0 - keys(lens, q.mT).float()) * -1e9
     q, k, v = split_all(q, k, v)
     return join((q @ k.mT / ROOT + bias + pad).softmax(-1) @ v)
@@ -132,16 +133,18 @@ def blocks_by_floor_division(q, k, v, lens):
 
 @placed("keys, causal, blocks of 8")
 def blocks_by_shifts_and_causal(q, k, v, lens):
-    block = torch.arange(q.shape[1]) >> 3
+    block = torch.arange(q.shape[1], device=DEVICE) >> 3
     n = q.shape[1]
     other = block[:, None] != block[None, :]
-    hidden = other | torch.triu(torch.ones(n, n, dtype=torch.bool), 1) | ~keys(lens, q.mT)
+    hidden = (
+        other | torch.triu(torch.ones(n, n, dtype=torch.bool, device=DEVICE), 1) | ~keys(lens, q.mT)
+    )
     return softmax_over(q, k, v, ~hidden)
 
 
 @placed("blocks of 4")
 def blocks_of_relu(q, k, v, lens):
-    block = torch.div(torch.arange(q.shape[1]), 4, rounding_mode="floor")
+    block = torch.div(torch.arange(q.shape[1], device=DEVICE), 4, rounding_mode="floor")
     q, k, v = split_all(q, k, v)
     return join((q @ k.mT).relu() * (block[:, None] == block).to(q.dtype) @ v)
 
@@ -153,7 +156,7 @@ def hstu_mask(
     n: int, lens: Tensor, targets: Tensor | None, contextual: int = 0, window: int = 0
 ) -> Tensor:
     """bool [B, n, n], after the rule of github.com/meta-recsys/generative-recommenders."""
-    ids = torch.arange(0, n).view(1, n)
+    ids = torch.arange(0, n, device=DEVICE).view(1, n)
     max_ids = lens.view(-1, 1, 1)
     if contextual > 0:
         ids = torch.clamp(ids - contextual + 1, min=0)
@@ -167,7 +170,7 @@ def hstu_mask(
         rows = ids.view(n, 1).expand(n, n)
         rows, cols = rows.view(1, n, n), rows.t().view(1, n, n)
     apart = rows - cols
-    mask = torch.eye(n, dtype=torch.bool).view(1, n, n) | (apart > 0)
+    mask = torch.eye(n, dtype=torch.bool, device=DEVICE).view(1, n, n) | (apart > 0)
     if window > 0:
         mask = torch.logical_and(mask, apart <= window)
     if contextual > 0:
@@ -221,7 +224,7 @@ def targets_written_out(q, k, v, lens):
 
 def table(k: Tensor, buckets: int = 40) -> Tensor:
     """[buckets, HEADS], made of an input so that its gradient is looked at."""
-    return (k[0, :1, :HEADS] * torch.linspace(-1, 1, buckets)[:, None]).sin()
+    return (k[0, :1, :HEADS] * torch.linspace(-1, 1, buckets, device=DEVICE)[:, None]).sin()
 
 
 def apart(n: int) -> Tensor:
@@ -284,7 +287,9 @@ def bias_by_slopes(q, k, v, lens):
 def bias_and_window_of_silu(q, k, v, lens):
     n = q.shape[1]
     mask = ((apart(n) <= 0) & (apart(n) >= -5) & keys(lens, q.mT)).float()
-    bias = table(k)[torch.bucketize(-apart(n), torch.tensor([1, 2, 4, 8]))].permute(2, 0, 1)
+    bias = table(k)[torch.bucketize(-apart(n), torch.tensor([1, 2, 4, 8], device=DEVICE))].permute(
+        2, 0, 1
+    )
     q, k, v = split_all(q, k, v)
     return join(F.silu(q @ k.mT + bias) * mask @ v)
 
@@ -361,9 +366,9 @@ def window_without_the_diagonal(q, k, v, lens):
 def hstu_with_one_target_fewer_seen(q, k, v, lens):
     """row - col > 1 instead of > 0: off by one within the history."""
     n = q.shape[1]
-    ids = torch.arange(n).clamp(max=(lens - lens // 3)[:, None])
+    ids = torch.arange(n, device=DEVICE).clamp(max=(lens - lens // 3)[:, None])
     rows, cols = ids[:, :, None], ids[:, None, :]
-    mask = torch.eye(n, dtype=torch.bool) | (rows - cols > 1)
+    mask = torch.eye(n, dtype=torch.bool, device=DEVICE) | (rows - cols > 1)
     return hstu_attention(q, k, v, mask)
 
 
@@ -384,9 +389,11 @@ def hstu_context_among_fewer_keys_than_masked(q, k, v, lens):
 @dense("places are compared with more than one tensor", mask="none")
 def hstu_folded_at_two_ends(q, k, v, lens):
     n = q.shape[1]
-    rows = torch.arange(n).clamp(max=(lens - lens // 3)[:, None])[:, :, None]
-    cols = torch.arange(n).clamp(max=(lens - lens // 4)[:, None])[:, None, :]
-    return hstu_attention(q, k, v, torch.eye(n, dtype=torch.bool) | (rows - cols > 0))
+    rows = torch.arange(n, device=DEVICE).clamp(max=(lens - lens // 3)[:, None])[:, :, None]
+    cols = torch.arange(n, device=DEVICE).clamp(max=(lens - lens // 4)[:, None])[:, None, :]
+    return hstu_attention(
+        q, k, v, torch.eye(n, dtype=torch.bool, device=DEVICE) | (rows - cols > 0)
+    )
 
 
 @dense("it depends on places otherwise than by their distance j - i", "bias")
@@ -404,7 +411,7 @@ def bias_of_blocks_apart(q, k, v, lens):
 @dense("aten.cumsum is not element-wise", "bias")
 def bias_of_times(q, k, v, lens):
     """As HSTU's time bias: how far apart in time, not in place."""
-    times = (torch.arange(q.shape[1]) * 7 % 5).cumsum(0)
+    times = (torch.arange(q.shape[1], device=DEVICE) * 7 % 5).cumsum(0)
     index = (times[:, None] - times[None, :]).abs().clamp(max=39)
     return softmax_with(q, k, v, lens, table(k)[index].permute(2, 0, 1))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from attention_spellings import (
+    DEVICE,
     DIM,
     HEADS,
     ROOT,
@@ -49,7 +50,7 @@ def learned_temperature(q, k, v, lens):
 @rewritten
 def scalar_tensor_scale(q, k, v, lens):
     q, k, v = split_all(q, k, v)
-    s = q @ k.mT / torch.sqrt(torch.full([], float(DIM)))
+    s = q @ k.mT / torch.sqrt(torch.full([], float(DIM), device=DEVICE))
     return join(s.masked_fill(~keys(lens, s), float("-inf")).softmax(-1) @ v)
 
 
@@ -57,7 +58,9 @@ def scalar_tensor_scale(q, k, v, lens):
 def mask_from_a_slice_of_a_table(q, k, v, lens):
     """A table that is not known to be causal: a small bias, and the key mask as such."""
     n = q.shape[1]
-    table = (torch.arange(40)[:, None] * 3 % 7 >= torch.arange(40) % 5).view(1, 1, 40, 40)
+    table = (
+        torch.arange(40, device=DEVICE)[:, None] * 3 % 7 >= torch.arange(40, device=DEVICE) % 5
+    ).view(1, 1, 40, 40)
     q, k, v = split_all(q, k, v)
     s = torch.where(table[:, :, :n, :n], q @ k.mT / ROOT, -1e9)
     return join(s.masked_fill(~keys(lens, s), -1e9).softmax(-1) @ v)
@@ -66,7 +69,7 @@ def mask_from_a_slice_of_a_table(q, k, v, lens):
 @rewritten
 def segments(q, k, v, lens):
     """Queries see keys of their own session only: a mask over queries and keys."""
-    session = (torch.arange(q.shape[1]) // 3)[None] * lens[:, None] % 4
+    session = (torch.arange(q.shape[1], device=DEVICE) // 3)[None] * lens[:, None] % 4
     q, k, v = split_all(q, k, v)
     mine = (session[:, :, None] == session[:, None, :]).unsqueeze(1)
     s = (q @ k.mT / ROOT).masked_fill(~(mine & keys(lens, q.mT)), float("-inf"))
@@ -143,7 +146,7 @@ def sdpa_expanded_mask(q, k, v, lens):
 @rewritten
 def sdpa_float_mask(q, k, v, lens):
     n = q.shape[1]
-    mask = torch.zeros(q.shape[0], 1, 1, n).masked_fill(
+    mask = torch.zeros(q.shape[0], 1, 1, n, device=DEVICE).masked_fill(
         ~valid(lens, n)[:, None, None, :], float("-inf")
     )
     return join(F.scaled_dot_product_attention(*split_all(q, k, v), attn_mask=mask))
@@ -152,7 +155,9 @@ def sdpa_float_mask(q, k, v, lens):
 @rewritten
 def sdpa_causal_and_padding(q, k, v, lens):
     n = q.shape[1]
-    mask = torch.ones(n, n, dtype=torch.bool).tril() & valid(lens, n)[:, None, None, :]
+    mask = (
+        torch.ones(n, n, dtype=torch.bool, device=DEVICE).tril() & valid(lens, n)[:, None, None, :]
+    )
     return join(F.scaled_dot_product_attention(*split_all(q, k, v), attn_mask=mask, scale=0.3))
 
 
@@ -187,7 +192,7 @@ def multihead_attention_weights_dropped(q, k, v, lens):
 def multihead_attention_causal(q, k, v, lens):
     n = q.shape[1]
     mask = nn.Transformer.generate_square_subsequent_mask(n)
-    pad = torch.zeros(q.shape[0], n).masked_fill(~valid(lens, n), float("-inf"))
+    pad = torch.zeros(q.shape[0], n, device=DEVICE).masked_fill(~valid(lens, n), float("-inf"))
     return _mha(q, k, v, key_padding_mask=pad, attn_mask=mask, need_weights=False)[0]
 
 
@@ -214,7 +219,7 @@ def hstu(q, k, v, lens):
     q, k, v = (x.view(*x.shape[:2], HEADS, DIM) for x in (q, k, v))
     n = q.shape[1]
     a = F.silu(torch.einsum("bnhd,bmhd->bhnm", q, k)) / n
-    a = a * torch.tril(torch.ones(n, n))[None, None] * keys(lens, a).to(a.dtype)
+    a = a * torch.tril(torch.ones(n, n, device=DEVICE))[None, None] * keys(lens, a).to(a.dtype)
     return torch.einsum("bhnm,bmhd->bnhd", a, v).reshape(q.shape[0], n, WIDTH)
 
 
@@ -222,7 +227,7 @@ def hstu(q, k, v, lens):
 def hstu_one_mask_and_bias(q, k, v, lens):
     n = q.shape[1]
     bias = (k[0, :, :1] - v[0, :, :1].mT)[None, None]
-    mask = torch.tril(torch.ones(n, n)).bool()[None] & valid(lens, n)[:, None, :]
+    mask = torch.tril(torch.ones(n, n, device=DEVICE)).bool()[None] & valid(lens, n)[:, None, :]
     q, k, v = split_all(q, k, v)
     a = F.silu(q @ k.mT + bias) * mask.unsqueeze(1) / n
     return join(a @ v)
@@ -277,5 +282,5 @@ def hardswish_masked_scores(q, k, v, lens):
 def linear_attention(q, k, v, lens):
     q, k, v = split_all(q, k, v)
     n = q.shape[2]
-    a = (q @ k.mT) * torch.tril(torch.ones(n, n)) * keys(lens, q.mT)
+    a = (q @ k.mT) * torch.tril(torch.ones(n, n, device=DEVICE)) * keys(lens, q.mT)
     return join(a @ v)

@@ -132,7 +132,8 @@ def _below_autograd(keys: Any, inputs: tuple[Any, ...]) -> Any:
 def _with_autograd(keys: Any, *inputs: Any) -> Any:
     if torch.is_grad_enabled() and any(x.requires_grad for x in _differentiable(inputs)):
         # The dispatcher leaves out what equals the default.
-        return _Autograd.apply(keys, *inputs, *_DEFAULTS[len(inputs) - _REQUIRED :])
+        rest = _DEFAULTS[len(inputs) - _REQUIRED :]
+        return _Autograd.apply(keys, *inputs, *rest)  # type: ignore[no-untyped-call]
     return _below_autograd(keys, inputs)
 
 
