@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch.fx import GraphModule, Node
 
@@ -18,27 +20,41 @@ _MAYBE_VIEWS = (
 )
 
 
+def source(n: Node) -> Node | None:
+    """The argument whose memory n may share, or have a part of; None where n has its own."""
+    if n.op != "call_function" or not n.args or not isinstance(n.args[0], Node):
+        return None
+    if n.target is operator.getitem:  # one part of a chunk or split, if not of several results
+        return n.args[0] if is_view(n.args[0]) else None
+    t = n.target
+    if not isinstance(t, torch._ops.OpOverload) or not t._schema.arguments:
+        return None
+    declared = t._schema.arguments[0].alias_info is not None
+    return n.args[0] if declared or t.namespace == "aten" and t._opname in _MAYBE_VIEWS else None
+
+
 def is_view(n: Node) -> bool:
     """n may share memory with its first argument."""
-    t = n.target
-    if n.op != "call_function" or not isinstance(t, torch._ops.OpOverload):
-        return False
-    if not (n.args and isinstance(n.args[0], Node) and t._schema.arguments):
-        return False
-    return t._schema.arguments[0].alias_info is not None or (
-        t.namespace == "aten" and t._opname in _MAYBE_VIEWS
-    )
+    return source(n) is not None
+
+
+def lineage(n: Node) -> list[Node]:
+    """n, what it may be a view of, and so on."""
+    found = [n]
+    while (of := source(found[-1])) is not None:
+        found.append(of)
+    return found
 
 
 def aliases(n: Node) -> set[Node]:
-    """n, what it is a view of, and the views of those."""
-    root = n
-    while is_view(root):
-        root = root.args[0]  # type: ignore[assignment]
-    found, stack = {n, root}, [root]
+    """n, what it is a view of, and the views of those, but for other parts of the same split."""
+    line = lineage(n)
+    found, stack = set(line), line[-1:]
     while stack:
-        for user in stack.pop().users:
-            if is_view(user) and user not in found:
+        node = stack.pop()
+        for user in node.users:
+            apart = user.target is operator.getitem and node in line and user not in line
+            if source(user) is node and not apart:
                 found.add(user)
                 stack.append(user)
     return found

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 
 import torch
 from torch.fx import Graph, Node
 
-from .axes import is_view
+from .aliases import lineage
 
 aten = torch.ops.aten
-
-# Besides plain views: operators whose result may share memory with their first argument.
-_ALIASES = {
-    aten.select.int, aten.narrow.default, aten.as_strided.default, aten.detach.default,
-    aten.detach_.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.chunk.default,
-    aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.type_as.default,
-    aten.diagonal.default, aten.unfold.default, aten.view.dtype, operator.getitem,
-}  # fmt: skip
 
 
 def mutated_argument(node: Node) -> Node | None:
@@ -41,31 +32,10 @@ def functional(node: Node) -> object:
     return getattr(twin, overload, node.target)
 
 
-def _shares_memory_with(node: Node) -> Node | None:
-    """The argument whose memory a call's result may be."""
-    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
-        return None
-    if node.target is aten.clone.default:
-        return None
-    shares = is_view(node) or node.target in _ALIASES or mutated_argument(node) is not None
-    return node.args[0] if shares else None
-
-
-def root(node: Node) -> Node:
-    """The node whose memory ``node`` may share."""
-    while (source := _shares_memory_with(node)) is not None:
-        node = source
-    return node
-
-
 def is_private(node: Node) -> bool:
     """A value made in this graph that only one node looks at, through whatever views."""
-    while node.op == "call_function" and len(node.users) <= 1:
-        source = _shares_memory_with(node)
-        if source is None:
-            return True
-        node = source
-    return False
+    line = lineage(node)
+    return line[-1].op == "call_function" and all(len(n.users) <= 1 for n in line)
 
 
 class Changes:
@@ -81,7 +51,7 @@ class Changes:
         for node in graph.nodes:
             x = mutated_argument(node)
             if x is not None and not is_private(x):
-                self.changed.setdefault(root(x), []).append(self.place[node])
+                self.changed.setdefault(lineage(x)[-1], []).append(self.place[node])
 
     def between(self, nodes: Iterable[Node], end: Node, *, ancestors: bool) -> bool:
         """True where one of the nodes, or of what they are made of, may hold something else at
@@ -97,7 +67,7 @@ class Changes:
                 continue
             seen.add(node)
             made = self.place.get(node, last)
-            if any(made < at <= last for at in self.changed.get(root(node), ())):
+            if any(made < at <= last for at in self.changed.get(lineage(node)[-1], ())):
                 return True
             if ancestors:
                 stack += node.all_input_nodes

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from gemcompile.graph import Editor
 
-from .aliases import aliases, is_view
+from .aliases import aliases, lineage, source
 
 
 def functionalize(gm: GraphModule) -> int:
@@ -49,9 +49,7 @@ def _unobserved(n: Node, order: dict[Node, int]) -> bool:
     x = n.args[0]
     if not isinstance(x, Node):
         return False
-    root = x
-    while is_view(root):
-        root = root.args[0]  # type: ignore[assignment]
+    root = lineage(x)[-1]
     if root.op != "call_function" or _grad_state(root, order) != _grad_state(n, order):
         return False
     others = aliases(x) - {x} - _derived(n)
@@ -63,7 +61,7 @@ def _derived(n: Node) -> set[Node]:
     found, stack = {n}, [n]
     while stack:
         for u in stack.pop().users:
-            if u not in found and (is_view(u) or _functional(u) is not None and u.args[0] in found):
+            if source(u) in found:
                 found.add(u)
                 stack.append(u)
     return found
