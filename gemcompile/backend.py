@@ -23,7 +23,7 @@ from .pass_manager import Context, PassError, PassManager
 from .report import Report, publish
 from .target import Target
 from .verify import Verifier, VerifyError
-from .work import forward_flops
+from .work import forward_bytes, forward_flops
 
 log: logging.Logger = logging.getLogger("gemcompile")
 Compiled = Callable[..., Any]
@@ -112,7 +112,7 @@ def _rewrite(gm: GraphModule, manager: PassManager, context: Context) -> GraphMo
         check = Verifier(gm, context) if context.options.verify else None
         if check:
             check.captured(aten)
-        padded = forward_flops(aten)
+        padded = forward_flops(aten), forward_bytes(aten)
         try:
             manager.run(aten, context, check)
         except PassError as e:
@@ -127,7 +127,8 @@ def _rewrite(gm: GraphModule, manager: PassManager, context: Context) -> GraphMo
             op = f"pass {failure.culprit}"
             context.report.add("graph", "declined", op, failure.reason)
         if context.prologue:
-            context.report.add_work(padded, forward_flops(aten, context.prologue))
+            packed = (count(aten, context.prologue) for count in (forward_flops, forward_bytes))
+            context.report.add_work(padded, tuple(packed))
         return aten
 
 

@@ -73,6 +73,8 @@ class Report:
         seconds: spent compiling them.
         padded_flops, useful_flops: of the packed graphs' forward on the first batch: matrix
             products and attention over all rows, and over the rows that are real.
+        padded_bytes, packed_bytes: of the values that these forwards make, before anything is
+            fused; with what fills the packed rows up to a group.
     """
 
     sites: list[Site] = field(default_factory=list)
@@ -81,12 +83,16 @@ class Report:
     seconds: float = 0.0
     padded_flops: int = 0
     useful_flops: int = 0
+    padded_bytes: int = 0
+    packed_bytes: int = 0
 
-    def add_work(self, padded: int | None, useful: int | None) -> None:
-        """Record a packed graph's forward FLOPs on the first batch, padded and without padding."""
-        if padded is not None and useful is not None:
-            self.padded_flops += padded
-            self.useful_flops += useful
+    def add_work(self, padded: tuple[int | None, ...], packed: tuple[int | None, ...]) -> None:
+        """Record a packed graph's forward on the first batch, padded and packed: (FLOPs, bytes)."""
+        if None not in padded and None not in packed:
+            self.padded_flops += padded[0] or 0
+            self.useful_flops += packed[0] or 0
+            self.padded_bytes += padded[1] or 0
+            self.packed_bytes += packed[1] or 0
 
     def add(
         self,
@@ -111,6 +117,8 @@ class Report:
         self.seconds += other.seconds
         self.padded_flops += other.padded_flops
         self.useful_flops += other.useful_flops
+        self.padded_bytes += other.padded_bytes
+        self.packed_bytes += other.packed_bytes
 
     def of(self, kind: str, status: str = "rewritten") -> list[Site]:
         """The sites of one kind and status."""
@@ -150,7 +158,8 @@ class Report:
             plain["snapshot_before"] = table.add(p.nodes_before)
             plain["snapshot_after"] = table.add(p.nodes_after)
             ran.append(plain)
-        counts = ("graphs", "seconds", "padded_flops", "useful_flops")
+        work = ("padded_flops", "useful_flops", "padded_bytes", "packed_bytes")
+        counts = ("graphs", "seconds", *work)
         return {
             "sites": [asdict(s) for s in self.sites],
             "passes": ran,

@@ -37,13 +37,22 @@ def _work(report: Report) -> list[str]:
         return []
     useful, padded = report.useful_flops, report.padded_flops
     share = f"{useful / padded:.0%} of the padded model's"
-    return [f"     forward work on the first batch: {flop(useful)}, {share} {flop(padded)}"]
+    values = f"{amount(report.packed_bytes, 'B')} instead of {amount(report.padded_bytes, 'B')}"
+    return [
+        f"     forward work on the first batch: {flop(useful)}, {share} {flop(padded)}",
+        f"     values that it makes, before fusion: {values}",
+    ]
 
 
 def flop(n: int) -> str:
     """ "1.53 TFLOP"."""
+    return amount(n, "FLOP")
+
+
+def amount(n: int, what: str) -> str:
+    """ "1.53 TB"."""
     unit, size = next((u, s) for u, s in _UNITS if n >= s or s == 1.0)
-    return f"{n / size:.3g} {unit}FLOP"
+    return f"{n / size:.3g} {unit}{what}"
 
 
 _UNITS = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0))

@@ -1,8 +1,8 @@
-"""FLOPs of a captured graph's forward: what the padded model does, and what of it is useful.
+"""FLOPs and bytes of a captured graph's forward, padded and packed, at the first batch's sizes.
 
-Matrix products and attention only, at the sizes of the first batch. A packed row count stands for
-the rows that are real, not for the groups of 128 they fill, and jagged attention counts true
-lengths. As torch's own formulas do, it ignores causality.
+FLOPs: matrix products and attention only. A packed row count stands for the rows that are real, not
+for the groups of 128 they fill, and jagged attention counts true lengths. As torch's own formulas
+do, it ignores causality. Bytes: of the values that operators make, with the groups filled.
 """
 
 from __future__ import annotations
@@ -29,22 +29,56 @@ def forward_flops(gm: GraphModule, prologue: Prologue | None = None) -> int | No
         gm: a graph of pre-dispatch ATen, before or after gem's passes.
         prologue: the row sets of the packed graph.
     """
+    return _total(gm, prologue, False, _Counter.flops)
+
+
+def forward_bytes(gm: GraphModule, prologue: Prologue | None = None) -> int | None:
+    """Bytes of all values that operators make, without what may be a view: about what a step keeps
+    for the backward at most, before anything is fused. None where the first batch is not at hand.
+    """
+    return _total(gm, prologue, True, _Counter.bytes)
+
+
+def _total(
+    gm: GraphModule,
+    prologue: Prologue | None,
+    filled: bool,
+    count: Callable[[_Counter, Node], Fraction],
+) -> int | None:
     sets = list(prologue.sets.values()) if prologue else []
     if any(s.lengths is None for s in sets):
         return None
-    count = _Counter(sets)
+    counter = _Counter(sets, filled)
     try:
-        return round(sum((count(n) for n in gm.graph.nodes), Fraction(0)))
+        return round(sum((count(counter, n) for n in gm.graph.nodes), Fraction(0)))
     except LookupError:
         return None
 
 
 class _Counter:
-    def __init__(self, sets: list[RowSet]) -> None:
-        self.rows = {s.symbol: sympy.Rational(s.rows or 0, ROWS) for s in sets}
+    """``filled``: packed rows count with what fills their last group."""
+
+    def __init__(self, sets: list[RowSet], filled: bool) -> None:
+        groups = {s.symbol: sympy.Rational(s.rows or 0, ROWS) for s in sets}
+        self.rows = {k: sympy.Max(1, sympy.ceiling(g)) if filled else g for k, g in groups.items()}
         self.lengths = {s.offsets: s.lengths or [] for s in sets}
 
-    def __call__(self, n: Node) -> Fraction:
+    def bytes(self, n: Node) -> Fraction:
+        if not isinstance(n.target, torch._ops.OpOverload):
+            return Fraction(0)
+        first = n.args[0].meta.get("val") if n.args and isinstance(n.args[0], Node) else None
+        value = n.meta.get("val")
+        made = value if isinstance(value, (tuple, list)) else [value]
+        total = Fraction(0)
+        for x, returned in zip(made, n.target._schema.returns):
+            if not isinstance(x, torch.Tensor):
+                continue
+            cast = isinstance(first, torch.Tensor) and first.dtype != x.dtype
+            if returned.alias_info is None or cast:
+                total += prod(map(self._size, x.shape), start=Fraction(x.element_size()))
+        return total
+
+    def flops(self, n: Node) -> Fraction:
         if not isinstance(n.target, torch._ops.OpOverload):
             return Fraction(0)
         rule = _RULES.get(f"{n.target.namespace}.{n.target._opname}")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import gemcompile
 from gemcompile import Report, explain, gem, record
 from gemcompile.testing import trace
-from gemcompile.work import forward_flops
+from gemcompile.work import forward_bytes, forward_flops
 
 PACKED = {"pack": True}
 
@@ -169,6 +169,17 @@ def test_useful_work(report: Report) -> None:
     assert report.padded_flops == 2 * (48 * row_wise + 2 * 2 * 4 * 12 * 12 * 16)
     assert report.useful_flops == 2 * (17 * row_wise + 2 * 2 * (25 + 4 + 81 + 1) * 16)
     assert "forward work on the first batch: 153 kFLOP, 33% of the padded" in str(report)
+
+
+def test_bytes_of_values(report: Report) -> None:
+    """What may be a view counts nothing, a cast does; 17 packed rows are filled up to 128."""
+
+    def f(x: Tensor) -> Tensor:
+        return (x.mT.reshape(3, 2, 4) + 1).to(torch.float64).unsqueeze(0).exp()
+
+    assert forward_bytes(trace(f, torch.randn(3, 4, 2))) == 24 * (4 + 8 + 8)
+    assert report.packed_bytes > report.padded_bytes > 0
+    assert "values that it makes, before fusion: " in str(report)
 
 
 def test_flops_of_products() -> None:
