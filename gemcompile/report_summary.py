@@ -81,11 +81,11 @@ def _figures(report: Report) -> str:
         saved = 1 - useful / padded
         note = f"{flop(padded)} \u2192 {flop(useful)}, first batch"
         tiles.append(_tile(f"{saved:.0%}", "less forward work", note, share=1 - saved))
-    if report.padded_bytes:
+    if report.packed_bytes < report.padded_bytes:
         packed, padded = report.packed_bytes, report.padded_bytes
         saved = 1 - packed / padded
         note = f"{amount(padded, 'B')} \u2192 {amount(packed, 'B')} of values, before fusion"
-        tiles.append(_tile(f"{saved:.0%}", "less to keep", note, share=min(1.0, 1 - saved)))
+        tiles.append(_tile(f"{saved:.0%}", "less memory", note, share=1 - saved))
     passes = sum(p.seconds for p in report.passes)
     graphs = f"{report.graphs} graph{'s' if report.graphs != 1 else ''}"
     tiles.append(
