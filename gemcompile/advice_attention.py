@@ -8,6 +8,7 @@ _SDPA = "`scaled_dot_product_attention(q, k, v, attn_mask=keep[:, None, None, :]
 _AXES = "q [B, H, Lq, D], k [B, H, Lk, D], v [B, H, Lk, Dv], softmax over Lk"
 _KEYS = "a mask of keys [B, 1, 1, Lk], or one of places: causal, a window, blocks, HSTU's"
 _ALONE = "scores and weights that nobody else reads, in one mode, unchanged until they are used"
+_TABLE = "a bias gathered from a table by the distance of places, j - i"
 _PLACES = "comparisons of i - j, i or j with constants, or with one integer tensor [B]"
 _FILL = '`scores.masked_fill(~keep, float("-inf")).softmax(-1)`'
 
@@ -259,4 +260,28 @@ KNOWN: tuple[tuple[str, str, str], ...] = (
         _PLACES,
         "comparisons, `clamp`, `abs`, `minimum` and `maximum` of places",
     ),
+    (
+        "queries and keys are not equally many",
+        _PLACES,
+        "as many queries as keys, or only a mask of keys where they differ",
+    ),
+    # --- Biases that stay tensors. ---
+    ("it varies along the batch", _TABLE, "one table for all sequences"),
+    (
+        "it depends on places otherwise than by their distance j - i",
+        _TABLE,
+        "`table[:, (j - i) + m - 1]`, or buckets of j - i",
+    ),
+    (
+        "it is an input, not made of places",
+        _TABLE,
+        "the table as the parameter, gathered by j - i in the model",
+    ),
+    ("{OP} is not element-wise", _TABLE, "element-wise operators between the table and the scores"),
+    (
+        "an operand of {OP} is of another shape",
+        _TABLE,
+        "operands of the table's own shape, or numbers",
+    ),
+    ("what it is read from varies along more than the heads", _TABLE, "a table [heads, buckets]"),
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .advice import advise
 from .report import Report, Site
-from .report_text import amount, flop, folded
+from .report_text import KEPT, amount, flop, folded
 
 ASSETS = Path(__file__).parent / "page"
 DOCS = "docs/troubleshooting.md"
@@ -146,6 +146,7 @@ def _body(site: Site) -> str:
         )
         listed = " \u00b7 ".join(facts)
         out += f"<p class='gem-facts'>{listed}</p>"
+    out += "".join(_advice(v) for k, v in site.details.items() if k.endswith(KEPT))
     return out
 
 

@@ -65,9 +65,12 @@ def folded(sites: list[Site]) -> list[tuple[Site, int]]:
     return [(first[key], n) for key, n in count.items()]
 
 
-def _advice(site: Site) -> list[str]:
-    """What a declined site could be written as, in a terminal's width."""
-    found = advise(site.reason) if site.status == "declined" else None
+KEPT = " kept as a tensor"  # ends the name of a detail that says why
+
+
+def _advice(reason: str) -> list[str]:
+    """What a site could be written as, in a terminal's width."""
+    found = advise(reason)
     text = f"write instead: {found.write}" if found else ""
     return [f"  {'':<10}{line}" for line in textwrap.wrap(text, 86)]
 
@@ -79,7 +82,8 @@ def _site(site: Site, n: int) -> list[str]:
     if site.reason:
         word = "because" if site.status == "declined" else "assuming"
         out.append(f"  {'':<10}{word} {site.reason}")
-        out += _advice(site)
+        out += _advice(site.reason) if site.status == "declined" else []
     for key, value in site.details.items():
         out.append(f"  {'':<10}{key.replace('_', ' ')}: {value}")
+        out += _advice(value) if key.endswith(KEPT) else []
     return out

@@ -20,7 +20,10 @@ ROOT_FOLDER = Path(__file__).parents[1]
 PAGE = ROOT_FOLDER / "docs" / "troubleshooting.md"
 
 # How a reason comes about: as the argument of one of these, or returned by one of those.
-RAISED = {"Declined", "PrologueDeclined", "CaptureDeclined", "PassError", "Unreadable", "fail"}
+RAISED = {
+    *("Declined", "PrologueDeclined", "CaptureDeclined", "PassError", "Unreadable", "fail"),
+    "_no",
+}
 RETURNING = {"unsound", "_not_worth", "observer", "_leaves", "_rule", "obstacle"}
 # Messages inside another one: "pass X failed after Y: ...".
 WITHIN = ("{} has no value; insert nodes", "{} lost its checkpoint mark")
@@ -98,7 +101,10 @@ SAID = sorted(
     {
         text
         for tree in TREES.values()
-        for text in (*said_in(tree), str(template(CONSTANTS["_NO_RULE"])))
+        for text in (
+            *said_in(tree),
+            *(str(template(CONSTANTS[x])) for x in ("_NO_RULE", "_UNEQUAL")),
+        )
         if text and not text.startswith(WITHIN)
     }
 )
