@@ -25,17 +25,12 @@ def source(n: Node) -> Node | None:
     if n.op != "call_function" or not n.args or not isinstance(n.args[0], Node):
         return None
     if n.target is operator.getitem:  # one part of a chunk or split, if not of several results
-        return n.args[0] if is_view(n.args[0]) else None
+        return n.args[0] if source(n.args[0]) else None
     t = n.target
     if not isinstance(t, torch._ops.OpOverload) or not t._schema.arguments:
         return None
     declared = t._schema.arguments[0].alias_info is not None
     return n.args[0] if declared or t.namespace == "aten" and t._opname in _MAYBE_VIEWS else None
-
-
-def is_view(n: Node) -> bool:
-    """n may share memory with its first argument."""
-    return source(n) is not None
 
 
 def lineage(n: Node) -> list[Node]:
