@@ -1,8 +1,8 @@
 """Launching a Triton or Gluon kernel again without asking again what to launch.
 
-Triton finds the binary for a call from the type, alignment and value class of every argument, and
-takes 60 to 150 us of host time for it where arguments are descriptors (docs/performance.md). What
-it looks at is told here in a few microseconds, and the binary of the first launch is kept under it.
+Triton finds the binary for a call from the type, alignment and value class of every argument, which
+takes the host long where arguments are descriptors. What it looks at is told here by less, and the
+binary of the first launch is kept under it (docs/performance.md, benchmarks/host_time.py).
 """
 
 from __future__ import annotations
